@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.causes import Cause, Code
-from engine_adapter.errors import KvpinError
+from engine_adapter.errors import NO_HEADERS, KvpinError
 from engine_adapter.options import plain_error
 from proxy.headers import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER
 
@@ -38,14 +38,9 @@ _SHAPE_CODES = (Code.TOO_COMPLEX, Code.ARRAY_ABOVE_MAX_LENGTH)
 
 
 class ProxyError(KvpinError):
-    """Base of every error kvpin answers with.
+    """Base of every error kvpin answers with."""
 
-    Attributes:
-        param: the request field at fault, if any.
-        code: its own, or that of its class.
-        more: further fields of the error, in OpenAI's shape.
-        headers: added to the answer; `retry_after_s` becomes one.
-    """
+    headers: Mapping[str, str] = NO_HEADERS  # added to the answer; `retry_after_s` becomes one
 
     def __init__(
         self,
@@ -58,15 +53,14 @@ class ProxyError(KvpinError):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = param  # the request field at fault, if any
         if code is not None:
             self.code = code
         if code in _SHAPE_CODES:
             self.refusal = "shape"
-        self.more = more or {}
-        self.headers: Mapping[str, str] = (
-            {} if retry_after_s is None else {RETRY_AFTER_HEADER: str(retry_after_s)}
-        )
+        self.more = more or {}  # further fields of the error, in OpenAI's shape
+        if retry_after_s is not None:
+            self.headers = {RETRY_AFTER_HEADER: str(retry_after_s)}
 
 
 class BadRequest(ProxyError):
@@ -76,17 +70,13 @@ class BadRequest(ProxyError):
 
 
 class TooLong(BadRequest):
-    """The prompt is longer than the model's context. Its tenant pays for what was counted of it.
-
-    Attributes:
-        tokens: those that were counted.
-    """
+    """The prompt is longer than the model's context. Its tenant pays for what was counted of it."""
 
     code = Code.CONTEXT_LENGTH_EXCEEDED
 
     def __init__(self, message: str, tokens: int, **more: Any) -> None:  # noqa: ANN401 - as ProxyError takes it
         super().__init__(message, **more)
-        self.tokens = tokens
+        self.tokens = tokens  # those that were counted
 
 
 class NotFound(ProxyError):
@@ -123,10 +113,7 @@ class Unauthorized(ProxyError):
     """The key is missing, wrong or expired."""
 
     code = Code.INVALID_API_KEY
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.headers = {"www-authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"www-authenticate": "Bearer"}
 
 
 class Forbidden(ProxyError):
@@ -181,10 +168,7 @@ class TimeLimit(ProxyError):
 
     code = Code.TIME_LIMIT
     cause = Cause.OUR_LIMIT
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.headers = {SHOULD_RETRY_HEADER: "false"}
+    headers: Mapping[str, str] = {SHOULD_RETRY_HEADER: "false"}
 
 
 class NoEngine(ProxyError):

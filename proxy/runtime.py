@@ -129,41 +129,29 @@ async def within(seconds: float, work: Awaitable[object]) -> None:
 # values.
 
 INTERVAL_S = 0.05
-# A lag that is worth a line in the log.
-BLOCKED_S = 0.05
+BLOCKED_S = 0.05  # a lag that is worth a line in the log
 # Between two looks at the stack, and how much is kept of them.
 LOOK_S = 0.01
 _MOST_LOOKS, _MOST_FRAMES = 5, 8
 
 
-class LoopLag:
-    """Reports the lag of the running loop, in seconds.
-
-    Args:
-        observe: called every 50 ms with the timer's delay.
-        explain: log what ran whenever the delay is 50 ms or more.
-    """
-
-    def __init__(self, observe: Callable[[float], None], *, explain: bool = False) -> None:
-        self._observe = observe
-        self._explain = explain
-
-    async def run(self) -> None:
-        """Measures until cancelled."""
-        witness = _Witness(threading.get_ident()) if self._explain else None
-        try:
-            while True:
-                due = time.perf_counter() + INTERVAL_S
-                if witness is not None:
-                    witness.expect(due)
-                await asyncio.sleep(INTERVAL_S)
-                lag_s = max(time.perf_counter() - due, 0.0)
-                self._observe(lag_s)
-                if witness is not None and lag_s >= BLOCKED_S:
-                    witness.report(lag_s)
-        finally:
+async def measure_lag(observe: Callable[[float], None], *, explain: bool = False) -> None:
+    """Calls `observe` every 50 ms with the running loop's lag, in seconds, until cancelled. `explain`: logs
+    what ran whenever the lag is 50 ms or more."""
+    witness = _Witness(threading.get_ident()) if explain else None
+    try:
+        while True:
+            due = time.perf_counter() + INTERVAL_S
             if witness is not None:
-                witness.stop()
+                witness.expect(due)
+            await asyncio.sleep(INTERVAL_S)
+            lag_s = max(time.perf_counter() - due, 0.0)
+            observe(lag_s)
+            if witness is not None and lag_s >= BLOCKED_S:
+                witness.report(lag_s)
+    finally:
+        if witness is not None:
+            witness.stop()
 
 
 class _Witness:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
 from operator import itemgetter
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import msgspec
@@ -36,8 +36,7 @@ from proxy.request.translate.wording import OPENAI, Dialect
 
 FIELDS = ("session_id", "prompt_cache_key")
 _RANKS = {name.encode(): rank for rank, name in enumerate(SESSION_HEADERS)}
-# A longer name is ignored.
-MAX_NAME = 256
+MAX_NAME = 256  # a longer name is ignored
 
 
 class Session(NamedTuple):
@@ -50,23 +49,17 @@ class Session(NamedTuple):
     def digest(self) -> int:
         """64 bits, by which other kvpins know it. Nobody finds the names from it."""
         parts = (self.name,) if self.tenant is None else (self.tenant, self.name)
-        text = "".join(f"{len(part)}:{part}" for part in parts)
-        return int.from_bytes(
-            blake2b(text.encode(), digest_size=8, person=b"kvpin session").digest(), "little"
-        )
-
-
-def _named(headers: Headers) -> list[tuple[int, bytes]]:
-    """The names in headers with their ranks, best first."""
-    named = [(_RANKS[name], value) for name, value in headers.raw if name in _RANKS]
-    return sorted(named, key=itemgetter(0))
+        text = "".join(f"{len(part)}:{part}" for part in parts).encode()
+        return int.from_bytes(blake2b(text, digest_size=8, person=b"kvpin session").digest(), "little")
 
 
 def session_of(tenant: str | None, headers: Headers, body: RequestBody) -> Session | None:
     """The conversation that a request names; None if it names none."""
-    for _, value in () if _RANKS.keys().isdisjoint(headers.first) else _named(headers):
-        if 0 < len(value) <= MAX_NAME:
-            return Session(tenant, value.decode("latin-1"))
+    if not _RANKS.keys().isdisjoint(headers.first):
+        named = [(_RANKS[name], value) for name, value in headers.raw if name in _RANKS]
+        for _, value in sorted(named, key=itemgetter(0)):
+            if 0 < len(value) <= MAX_NAME:
+                return Session(tenant, value.decode("latin-1"))
     if isinstance(body, JsonBody) and not body.is_plain:
         for field in FIELDS:
             name = body.hint(field)
@@ -78,9 +71,7 @@ def session_of(tenant: str | None, headers: Headers, body: RequestBody) -> Sessi
 # --- one client request on its way through the proxy, and the reply channel to its client ---------------
 
 # Routes below `/v1` that go on from a prompt.
-PROMPT_ROUTES = frozenset(
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
+PROMPT_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 # OpenAI's SDKs disconnect when they read this, before the engine has closed the stream.
 _STREAM_END = (b"[DONE]\n\n", b"[DONE]\r\n\r\n")
 # An event's text may end like that, too.
@@ -88,51 +79,34 @@ _END_EVENT = tuple(b"\ndata:%b%b" % (space, end) for space in (b" ", b"") for en
 _MOST_END = max(map(len, _END_EVENT))
 # The blank line after an event of a stream: engines send either.
 _EVENT_END, _EVENT_END_CR = b"\n\n", b"\n\r\n"
-# Nearly every event ends so.
-_OF_JSON = b"}\n\n"
+_OF_JSON = b"}\n\n"  # nearly every event ends so
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A client's request, authenticated and read. What follows from its fields is found out at once.
+    """A client's request, authenticated and read. What follows from its fields is found out at once."""
 
-    Attributes:
-        request_id: kvpin's own, unique.
-        method, path: as sent; the path keeps its query string.
-        headers: the client's, without those meant for kvpin, such as its key.
-        body: a parsed JSON object, an upload that is passed on as it arrives, None if empty.
-        tenant: who sends it; None when no keys are set.
-        models: the names that it may have as its model; None for all.
-        client_id: the client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
-        session: the conversation it belongs to, if it names one.
-        changed: what was changed in its body when it was read, as the client is told of it.
-        socket: what the client sends on the WebSocket that the request asks for; None for a plain request.
-        route: found out: the route, as engines will understand the path.
-        native: found out: the route, if only engines that declare it get the request: one beside `/v1`, or a
-            WebSocket.
-        runs_prompt: found out: an engine computes a prompt for this request.
-        streams: found out: the client asked for a stream, or for a WebSocket.
-        model: found out: the model that the body names; if it names none, the query may.
-    """
-
-    request_id: str
-    method: str
-    path: str
-    headers: Headers
-    body: RequestBody
-    tenant: str | None = None
+    request_id: str  # kvpin's own, unique
+    method: str  # as sent
+    path: str  # as sent, with its query string
+    headers: Headers  # the client's, without those meant for kvpin, such as its key
+    body: RequestBody  # a parsed JSON object, an upload that is passed on as it arrives, None if empty
+    tenant: str | None = None  # who sends it; None when no keys are set
+    # The client's `x-request-id`, if it sent one; for one of several parts, the id of the whole.
     client_id: str | None = None
-    session: Session | None = None
+    session: Session | None = None  # the conversation it belongs to, if it names one
+    # What the client sends on the WebSocket that the request asks for; None for a plain request.
     socket: AsyncIterator[bytes] | None = None
-    models: frozenset[str] | None = None
+    models: frozenset[str] | None = None  # the names that it may have as its model; None for all
+    # What was changed in its body when it was read, as the client is told of it.
     changed: tuple[str, ...] = ()
-    route: str = ""
-    native: str | None = None
-    runs_prompt: bool = False
-    streams: bool = False
-    model: str | None = None
+    # Found out:
+    route: str = ""  # as engines will understand the path
+    native: str | None = None  # if only engines that declare it get the request: beside `/v1`, or a WebSocket
+    runs_prompt: bool = False  # an engine computes a prompt for this request
+    streams: bool = False  # the client asked for a stream, or for a WebSocket
+    model: str | None = None  # that the body names; if it names none, the query may
 
     def __post_init__(self) -> None:
-        """Finds out what follows from the other fields."""
         route, path, body = route_of(self.path), self.path.partition("?")[0], self.body
         native = path if path in NATIVE_ROUTES else None
         streams, model = False, None
@@ -180,7 +154,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 # Bytes of a stream that are read from its engine while its client takes no more: about 4,000 tokens.
-READ_AHEAD = 1024 * 1024
+READ_AHEAD = 1 << 20
 
 
 class Client(Writer, Protocol):
@@ -202,38 +176,16 @@ class Nobody:
     async def drain(self) -> None:
         """Returns at once: nothing is kept."""
 
-    def start(self, status: int, headers: HeaderPairs) -> None:
-        """Drops status and headers."""
+    def start(self, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401 - whatever it is
+        """Drops it."""
 
-    def write(self, chunk: bytes) -> None:
-        """Drops the bytes."""
-
-    def finish(self, chunk: bytes) -> None:
-        """Drops the last bytes."""
+    write = finish = start
 
 
 class Reply:
-    """An answer on its way to the client.
-
-    `write` returns when the client's socket has room again, or less than READ_AHEAD bytes wait for that: so a
-    slow client slows its engine down, but does not hold it after the end of a usual answer. `finish` does not
-    wait: the engine is done.
-
-    Attributes:
-        dialect: how the client's API words errors.
-        started: status and headers were sent.
-        is_events: the answer is a stream of events.
-        has_written: bytes of the body were sent.
-        waits: a write waits until the client takes more.
-        complete: the client has the whole answer. A disconnect from now on is no cancellation.
-        completed: when the client got the end of the answer, in monotonic seconds; None before that.
-        recorded: the flow keeps a record of the request, or of its parts.
-        before: awaited once, before the answer begins.
-        on_begin: called once, when the answer begins.
-        on_end: called once, when the client has the whole answer. Its engine may still be busy with it.
-        on_start: called when the answer of an engine begins. From then on no other engine can be tried.
-        stages: what the answer passes, from its beginning on; the first one gets the engine's bytes.
-    """
+    """An answer on its way to the client. `write` returns when the client's socket has room again, or less
+    than READ_AHEAD bytes wait for that: so a slow client slows its engine down, but does not hold it after
+    the end of a usual answer. `finish` does not wait: the engine is done."""
 
     __slots__ = (
         "_ahead", "_client", "_is_over", "_reads_ahead", "_tail", "_writer", "before", "complete",
@@ -244,16 +196,22 @@ class Reply:
     def __init__(self, client: Client, dialect: Dialect = OPENAI, *, reads_ahead: bool = True) -> None:
         """`reads_ahead`: bytes may wait for the client. False where `drain` is what sends them."""
         self._client, self._writer = client, cast("Writer", client)
-        self.dialect = dialect
+        self.dialect = dialect  # how the client's API words errors
+        # What the answer passes, from its beginning on; the first one gets the engine's bytes.
         self.stages: list[Stage] = []
-        self.before: Callable[[], Awaitable[None]] | None = None
-        self.on_begin: Callable[[], None] | None = None
+        self.before: Callable[[], Awaitable[None]] | None = None  # awaited once, before the answer begins
+        self.on_begin: Callable[[], None] | None = None  # called once, when the answer begins
+        # Called once, when the client has the whole answer. Its engine may still be busy with it.
         self.on_end: Callable[[], None] | None = None
+        # Called when the answer of an engine begins. From then on no other engine can be tried.
         self.on_start: Callable[[], None] | None = None
+        # Status and headers were sent; bytes of the body were.
         self.started = self.has_written = self._is_over = False
         self.status: int | None = None
+        # The client has the whole answer, and a disconnect from now on is no cancellation; the flow keeps a
+        # record of the request, or of its parts; it is a stream; a write waits until the client takes more.
         self.complete = self.recorded = self.is_events = self.waits = False
-        self.completed: float | None = None
+        self.completed: float | None = None  # when the client got its end, in monotonic seconds
         self.events = 0
         self._reads_ahead, self._ahead = reads_ahead, 0  # bytes written since the client's socket was full
         self._tail = b"\n"  # the last bytes of the body

@@ -52,10 +52,8 @@ _OPENAI_OPTIONS = {
 
 
 def openai_diagnostics(diagnosis: Diagnosis | None) -> dict[str, Any]:
-    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known.
-
-    `unavailable` stands for reasons that the API has no word for; the field `kvpin` then names the reason.
-    """
+    """The `prompt_cache_diagnostics` of a response; None: the compared response is not known. `unavailable`
+    stands for reasons that the API has no word for; the field `kvpin` then names the reason."""
     if diagnosis is None:
         return {"type": "comparison_response_not_found"}
     miss, at = diagnosis.miss, diagnosis.at
@@ -99,33 +97,22 @@ def _own_words(diagnosis: Diagnosis) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """The names of an API's diagnostics, and the places where they stand.
+    """The names of an API's diagnostics, and the places where they stand."""
 
-    Attributes:
-        options, name: the field of a request, and the field within it, that hold the id of the answer to
-            compare with.
-        field: the field of the answer that holds the diagnostics.
-        within: the field of an event that holds the answer; None: the event is a part of it, and shows the
-            diagnostics if it has the usage.
-        events: the events of a stream that show the diagnostics.
-        is_early: these events come before the engine has counted; a count of 0 in them says nothing.
-        written: the value of `field`; its argument is None if the named answer is not known.
-    """
-
-    options: str
-    name: str
-    field: str
+    options: str  # the field of a request that has the field `name`
+    name: str  # that holds the id of the answer to compare with
+    field: str  # the field of the answer that holds the diagnostics
+    # The field of an event that holds the answer; None: the event is a part of it, and shows the diagnostics
+    # if it has the usage.
     within: str | None
-    events: tuple[bytes, ...]
-    is_early: bool
+    events: tuple[bytes, ...]  # the events of a stream that show the diagnostics
+    is_early: bool  # these events come before the engine has counted; a count of 0 in them says nothing
+    # The value of `field`; its argument is None if the named answer is not known.
     written: Callable[[Diagnosis | None], dict[str, Any] | None]
 
     def asked(self, body: JsonBody, headers: Headers) -> str | None:
-        """The id of the answer to compare with; None if no diagnostics are asked for.
-
-        Raises:
-            BadRequest: the field has another type.
-        """
+        """The id of the answer to compare with; None if no diagnostics are asked for. Raises BadRequest if
+        the field has another type."""
         if _COMPARISON in headers.first:
             return headers.get(COMPARISON_HEADER)
         options = None if body.is_plain else body.hint(self.options)

@@ -30,26 +30,19 @@ from proxy.request.stages import DONE, ERROR, Event, Stage
 from proxy.request.translate import CHAT_PATH, INPUT_TOKENS_PATH, RESPONSES_PATH
 from proxy.request.translate.translation import Chat, read_chat
 
-# --- kept reasoning -------------------------------------------------------------------------------------
-# The reasoning of earlier answers, for clients that do not send it back: the rule `reasoning_kept`
-#
+# --- the reasoning of earlier answers, for clients that do not send it back: the rule `reasoning_kept` --
 # An engine's cache holds the reasoning of its answer. If the next prompt lacks it, all that follows is
 # computed again. kvpin has seen the answer, and puts its reasoning back; the chat template decides if it
-# stays.
-#
-# An answer is known by all that came before it and by what it says beside its reasoning. So the reasoning of
-# one conversation gets into no other, and a tenant gets only its own.
+# stays. An answer is known by all that came before it and by what it says beside its reasoning. So the
+# reasoning of one conversation gets into no other, and a tenant gets only its own.
 
-LIMIT_BYTES = 32 << 20
-"""Reasoning that is kept, of all tenants together."""
-OVERHEAD = 300
-"""Bytes of memory that each takes beside its text, which may be one character."""
+LIMIT_BYTES = 32 << 20  # reasoning that is kept, of all tenants together
+OVERHEAD = 300  # bytes of memory that each takes beside its text, which may be one character
 # Fields with the thoughts of a message; a client that sends one of them keeps its reasoning itself.
 _THOUGHTS = ("reasoning_content", "reasoning")
 # Fields beside the messages that a prompt is made of.
 _BESIDE = ("tools", "functions", "documents", "chat_template_kwargs")
-# Hashing a value takes so many times as long as looking at it.
-_WORK_OF_A_VALUE = 8
+_WORK_OF_A_VALUE = 8  # hashing a value takes so many times as long as looking at it
 Keep = Callable[[str, list[tuple[str, str, str]], str], None]
 """Takes what an answer says: its text, its calls (id, name, arguments), its reasoning."""
 
@@ -191,8 +184,7 @@ _log = structlog.get_logger(__name__)
 _MESSAGES = "/v1/messages"
 ROUTES = frozenset({CHAT_PATH, _MESSAGES, f"{_MESSAGES}/count_tokens", RESPONSES_PATH, INPUT_TOKENS_PATH})
 """Routes whose prompts the rules know."""
-Change = Rule | Repair
-"""What changes a prompt."""
+Change = Rule | Repair  # what changes a prompt
 REPAIRS = {
     MessageShape.DEVELOPER: Repair.DEVELOPER_AS_SYSTEM,
     MessageShape.SEVERAL_SYSTEMS: Repair.SYSTEMS_JOINED,
@@ -211,31 +203,22 @@ _SEARCHED_LINES_PER_MS = 100
 
 
 class Changed(NamedTuple):
-    """A request as rules and repairs made it.
-
-    Attributes:
-        by: what changed it.
-        told: reference → value, of the values that its prompt now tells in another place.
-    """
+    """A request as rules and repairs made it."""
 
     call: Call
-    by: tuple[Change, ...]
-    told: Mapping[str, str]
+    by: tuple[Change, ...]  # what changed it
+    told: Mapping[str, str]  # reference → value, of the values that its prompt now tells in another place
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenRules:
-    """Rules that the operator chose for some requests.
-
-    Attributes:
-        repairs: messages that the model's chat template would lose are repaired.
-        tenant, model: only for requests of this tenant, and for this model; None for all.
-    """
+    """Rules that the operator chose for some requests."""
 
     rules: frozenset[Rule]
+    # tenant, model: only for requests of this tenant, and for this model; None for all.
     tenant: str | None = None
     model: str | None = None
-    repairs: bool = True
+    repairs: bool = True  # messages that the model's chat template would lose are repaired
 
     def suit(self, tenant: str | None, models: Sequence[str | None]) -> bool:
         """True if they are for requests of a tenant, for a model that has these names."""
@@ -244,33 +227,24 @@ class ChosenRules:
 
 @dataclass(frozen=True, slots=True)
 class Normalising:
-    """The rules of all requests.
-
-    Attributes:
-        reasoning: that of earlier answers, for those requests with the rule `reasoning_kept`.
-    """
+    """The rules of all requests."""
 
     chosen: Sequence[ChosenRules] = ()
+    # That of earlier answers, for those requests with the rule `reasoning_kept`.
     reasoning: KeptReasoning = field(default_factory=KeptReasoning)
 
     def may_apply(self, call: Call, lost: AbstractSet[MessageShape]) -> bool:
         """False if `apply` surely changes nothing."""
+        body = call.body
         if self.chosen or call.route != CHAT_PATH:
             return True
-        return (
-            bool(lost) and isinstance(call.body, JsonBody) and may_need(call.body, _needed(frozenset(lost)))
-        )
+        return bool(lost) and isinstance(body, JsonBody) and may_need(body, _needed(frozenset(lost)))
 
     async def apply(
         self, call: Call, model: str, lost: AbstractSet[MessageShape] = frozenset()
     ) -> Changed | None:
-        """The request with a normalised body, and what changed it; None if it stays as it is.
-
-        Args:
-            call: the request.
-            model: of its pool.
-            lost: messages that the chat template of this model refuses or leaves out.
-        """
+        """The request with a normalised body, and what changed it; None if it stays as it is. `model`: of its
+        pool. `lost`: messages that the chat template of this model refuses or leaves out."""
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return None
@@ -340,8 +314,7 @@ def _tell(session: Session | None, tenant: str | None, model: str, repairs: tupl
     _log.info("the chat template loses messages: repaired", model=model, tenant=tenant, repairs=names)
 
 
-NO_RULES = Normalising()
-"""No rule was chosen."""
+NO_RULES = Normalising()  # no rule was chosen
 
 
 def _applied(

@@ -103,33 +103,23 @@ def _at_kvpin(header: tuple[bytes, bytes], spec: EngineSpec) -> tuple[bytes, byt
     return (name, path) if path.startswith(b"/") and not path.startswith(b"//") else None
 
 
-# --- what an answer passes on its way to its client: stages, each a function of whole events ------------
-#     engine → Reply → Staged → values back, translation, diagnostics, … → client
-#
+# --- stages: engine → Reply → Staged → values back, translation, diagnostics, … → client ----------------
 # An answer is cut into events once, and only where a stage has to look. The JSON of an event is parsed when a
 # stage asks for it. An event that no stage changes keeps its bytes.
 
 _T = TypeVar("_T")
-ERROR = 400
-"""The least status of an error."""
-DONE = b"[DONE]"
-"""The data of the event that ends a stream of OpenAI's."""
+ERROR = 400  # the least status of an error
+DONE = b"[DONE]"  # the data of the event that ends a stream of OpenAI's
 _STREAM = b"text/event-stream"
 _DATA = b"data:"
 
 
 class Event(msgspec.Struct, dict=True, weakref=False):
-    """An event of a stream, with its end; or a whole answer, which is all data.
-
-    Attributes:
-        raw: the bytes.
-        is_whole: it is a whole answer.
-        known: what was read of it.
-    """
+    """An event of a stream, with its end; or a whole answer, which is all data."""
 
     raw: bytes
-    is_whole: bool = False
-    known: dict[Callable[[bytes], Any], Any] = {}
+    is_whole: bool = False  # it is a whole answer
+    known: dict[Callable[[bytes], Any], Any] = {}  # what was read of it
 
     @cached_property
     def data(self) -> bytes:
@@ -162,20 +152,16 @@ class Event(msgspec.Struct, dict=True, weakref=False):
 
 
 class Stage:
-    """Reads or changes an answer.
+    """Reads or changes an answer."""
 
-    Attributes:
-        marks: an event without any of these bytes passes unread; None: each is read. Without marks, the stage
-            has seen enough: nothing more is read.
-        changes: it may change bytes. So a whole answer has to be complete before any of it is sent, and an
-            event that is too long to be collected is an error.
-        reads_head: `begin` is called.
-        status: that of the answer, once it begins.
-    """
-
+    # An event without any of these bytes passes unread; None: each is read. Without marks, the stage has seen
+    # enough: nothing more is read.
     marks: Sequence[bytes] | None = None
-    changes = reads_head = False
-    status = 200
+    # It may change bytes. So a whole answer has to be complete before any of it is sent, and an event that is
+    # too long to be collected is an error.
+    changes = False
+    reads_head = False  # `begin` is called
+    status = 200  # that of the answer, once it begins
 
     def begin(self, headers: HeaderPairs) -> HeaderPairs:
         """The answer begins. Returns the headers for the client."""
@@ -205,23 +191,15 @@ class Writer(Protocol):
 
 class Staged(msgspec.Struct, dict=True):
     """A client whose answer passes stages. A stream that breaks off is not finished: its last events do not
-    come, so the client notices.
+    come, so the client notices."""
 
-    Attributes:
-        client: gets what is left.
-        stages: the one that gets the engine's bytes comes first.
-        changes: one of them may change bytes.
-        events: cuts a stream.
-        head: of a whole answer, until it is complete; None where nothing is held back.
-        pieces: of such an answer.
-    """
-
-    client: Writer
-    stages: list[Stage]
-    changes: bool = False
-    events: WholeEvents | None = None
+    client: Writer  # gets what is left
+    stages: list[Stage]  # the one that gets the engine's bytes comes first
+    changes: bool = False  # one of them may change bytes
+    events: WholeEvents | None = None  # cuts a stream
+    # Of a whole answer, until it is complete; None where nothing is held back.
     head: tuple[int, HeaderPairs] | None = None
-    pieces: list[bytes] = []
+    pieces: list[bytes] = []  # of such an answer
 
     def start(self, status: int, headers: HeaderPairs) -> None:
         """Begins the answer. Of a whole one that may be changed, nothing is sent yet: it can still fail."""
@@ -276,13 +254,8 @@ class Staged(msgspec.Struct, dict=True):
             self.client.finish(events.take_rest() + chunk)
 
     def _passed(self, whole: bytes, rest: bytes = b"", *, ends: bool = False) -> bytes:
-        """What is left of whole events. They are not even cut if no stage has to look.
-
-        Args:
-            whole: the events.
-            rest: the last event, which may lack its blank line.
-            ends: they are the last.
-        """
+        """What is left of whole events. They are not even cut if no stage has to look. `rest`: the last one,
+        which may lack its blank line. `ends`: they are the last."""
         if not self.changes:
             self._read(whole, rest, ends=ends)
             return whole + rest

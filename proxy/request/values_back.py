@@ -1,8 +1,8 @@
 """Puts values back where a model repeats their references (`proxy/core/prompt_values.py`).
 
 Rules leave references such as `[[path 1]]` in prompts. A model may write one in a text or in the arguments of
-a tool call, and the client must get the path. A stream tells a reference in several
-pieces: what may be the beginning of one waits for the next piece of the same text.
+a tool call, and the client must get the path. A stream tells a reference in several pieces: what may be the
+beginning of one waits for the next piece of the same text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from proxy.core.prompt_values import HALF_REFERENCE, REFERENCE, has_reference
 from proxy.request.migration import TEXTS
 from proxy.request.stages import Event, Stage
 
-# Strings that hold JSON, in whatever API's form.
-_JSON_TEXTS = frozenset({"arguments", "partial_json"})
+_JSON_TEXTS = frozenset({"arguments", "partial_json"})  # strings that hold JSON, in whatever API's form
 _ARGUMENTS = ("arguments", "input")  # hold a tool's arguments, also as an object
 _OPENERS = frozenset(":,[{")  # of what a string follows
-# Where an answer's text stands that a client may ask to be JSON.
-_ANSWERS = frozenset({"content", "text"})
+_ANSWERS = frozenset({"content", "text"})  # where an answer's text stands that a client may ask to be JSON
 # What a stream of OpenAI's responses tells in pieces of the name `delta`.
 _DELTAS = {
     "response.function_call_arguments.delta": "arguments",
@@ -60,13 +58,8 @@ class ValuesBack(Stage):
 
     def _back(self, raw: bytes, name: object = None, *, is_given: bool = False) -> bytes:
         """JSON with values in the place of references. What has none keeps its bytes, and is not even
-        decoded: an answer may have many megabytes of log probabilities.
-
-        Args:
-            raw: the JSON.
-            name: of the field that holds it.
-            is_given: it is within a tool's arguments, where a field of any name holds a plain text.
-        """
+        decoded: an answer may have many megabytes of log probabilities. `name`: of the field that holds it.
+        `is_given`: it is within a tool's arguments, where a field of any name holds a plain text."""
         if not has_reference(raw):
             return raw
         start = raw.lstrip()[:1]
@@ -75,19 +68,15 @@ class ValuesBack(Stage):
             return msgspec.json.encode(self._text_back(_decode_text(raw), is_json=is_json, is_given=is_given))
         is_given = is_given or name in _ARGUMENTS
         if start == b"[":
-            return msgspec.json.encode(
-                [msgspec.Raw(self._back(bytes(each), name, is_given=is_given)) for each in _decode_list(raw)]
-            )
+            items = [self._back(bytes(each), name, is_given=is_given) for each in _decode_list(raw)]
+            return msgspec.json.encode([*map(msgspec.Raw, items)])
         fields = {
-            self._text_back(each, is_json=False): msgspec.Raw(
-                self._back(bytes(inner), each, is_given=is_given)
-            )
+            self._text_back(each, is_json=False): self._back(bytes(inner), each, is_given=is_given)
             for each, inner in decode_object(raw).items()
         }
-        return msgspec.json.encode(fields)
+        return msgspec.json.encode({name: msgspec.Raw(inner) for name, inner in fields.items()})
 
     def _is_json(self, name: object) -> bool:
-        """True if a text of this field is JSON."""
         return name in _JSON_TEXTS or (self._answers_json and name in _ANSWERS)
 
     def _text_back(self, text: str, *, is_json: bool, is_given: bool = False, before: str = "") -> str:
@@ -156,13 +145,9 @@ class ValuesBack(Stage):
         ended: AbstractSet[int] = frozenset(),
     ) -> list[Event]:
         """Events with what waits, where it is no reference: its text does not go on in this event, or behind
-        it. Arguments of a call may go on behind those of another.
-
-        Args:
-            leaves: the choices whose texts do not go on behind the event; None: those of all.
-            told: the texts that the event goes on with.
-            ended: the choices that it ends.
-        """
+        it. Arguments of a call may go on behind those of another. `leaves`: the choices whose texts do not go
+        on behind the event; None: those of all. `told`: the texts that the event goes on with. `ended`: the
+        choices that it ends."""
         rest: list[Event] = []
         for lane in [*self._waiting]:
             stays = lane in told or not (leaves is None or lane[0] in leaves)
@@ -231,7 +216,6 @@ def _number(part: Mapping[str, Any]) -> int:
 
 
 def _calls(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tool calls in a choice."""
     delta = choice.get("delta")
     calls = delta.get("tool_calls") if isinstance(delta, dict) else None
     for call in calls if isinstance(calls, list) else ():

@@ -65,7 +65,7 @@ from proxy.request.normalising import ChosenRules, Normalising
 from proxy.request.records import RequestRecord, RequestRecords
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore, translations
-from proxy.runtime import LoopLag, Supervisor, within
+from proxy.runtime import Supervisor, measure_lag, within
 from proxy.server.checks import (
     all_engines,
     check,
@@ -80,10 +80,8 @@ from proxy.steps.preparation import Preparation
 
 log = structlog.get_logger(__name__)
 
-# How long a worker that stops waits for the one that speaks for all.
-_LAST_S = 1.0
-# Where the system does not tell how much memory is available.
-_USUAL_MEMORY = 4 << 30
+_LAST_S = 1.0  # how long a worker that stops waits for the one that speaks for all
+_USUAL_MEMORY = 4 << 30  # where the system does not tell how much memory is available
 
 
 class Proxy:
@@ -271,8 +269,8 @@ class Proxy:
     def start(self) -> None:
         """Starts the managed engines, the watch of every engine, and the search for others. Raises
         SettingsError or EngineSpecError if the settings cannot be used."""
-        lag = LoopLag(self.metrics.loop_lag.observe, explain=self.settings.logs.level == "debug")
-        self.tasks.keep("loop lag", lag.run)
+        explains = self.settings.logs.level == "debug"
+        self.tasks.keep("loop lag", partial(measure_lag, self.metrics.loop_lag.observe, explain=explains))
         if self.recorder is not None:
             self.tasks.start("recorder", self.recorder.run())
         if self.telemetry is not None:
@@ -319,8 +317,7 @@ class Proxy:
     async def stop(self) -> None:
         """Saves the state, then closes adapters, background work, the engines kvpin started, and connections.
 
-        A failure of one is logged and does not keep the others from being closed.
-        """
+        A failure of one is logged and does not keep the others from being closed."""
         if self.state is not None:
             await self.state.save(self.fleet, self.pins)
         for engine in self.fleet.engines.values():

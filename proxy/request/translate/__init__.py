@@ -8,8 +8,8 @@ responses.py          OpenAI's Responses API: its requests and answers
 responses_items.py    their items
 responses_store.py    what is kept of them
 
-`EngineInfo.served_as_chats` names the routes that an engine wants translated. `Flow.prepare` translates, so
-that all later steps, and dry runs, see a chat.
+`EngineInfo.served_as_chats` names the routes that an engine wants translated. `Preparation.prepare`
+translates, so that all later steps, and dry runs, see a chat.
 """
 
 from __future__ import annotations

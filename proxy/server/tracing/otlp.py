@@ -114,8 +114,7 @@ class Complaints(logging.Handler):
 
 
 _NAME = "kvpin"
-# Seconds that what is left may take when kvpin stops.
-STOP_S = 3.0
+STOP_S = 3.0  # seconds that what is left may take when kvpin stops
 
 
 class Telemetry:

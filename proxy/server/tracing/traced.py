@@ -224,8 +224,7 @@ _OPERATIONS = {
 }
 _FORWARD = "forward"
 _OTHER_ROUTE = "/v1/*"
-# Characters of a path in a span: thousands of spans wait while no collector takes them.
-_MOST_PATH = 256
+_MOST_PATH = 256  # characters of a path in a span: thousands of spans wait while no collector takes them
 
 
 def route_name(path: str) -> str:

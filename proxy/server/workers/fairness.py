@@ -20,17 +20,14 @@ from typing_extensions import override
 
 from proxy.http.listeners import Begin, Door
 
-# A connection that no other worker takes for that long is taken by any.
-HOLD_S = 0.01
-# Between two signs of life of a worker.
-BEAT_S = 0.25
+HOLD_S = 0.01  # a connection that no other worker takes for that long is taken by any
+BEAT_S = 0.25  # between two signs of life of a worker
 # A worker with so many connections may take one more than its share at once, one with twice as many two more.
 _MORE_AT_ONCE = 8
 # What a worker counts for: while it has no engine, besides its connections; and when it takes none.
 _UNREADY = 2**30
 _GONE = 2**40
-TALLY = "connections"
-"""The file of that memory, in the supervisor's directory."""
+TALLY = "connections"  # the file of that memory, in the supervisor's directory
 _BYTES = 8
 
 

@@ -99,8 +99,7 @@ async def until_silent(beats: Callable[[], int], silent_s: float) -> None:
     """Returns when a worker gives no sign of life any more; `beats` tells how many it has given.
 
     The start of a worker may take long: until it gave one, it is not missed. Looks are counted, not time:
-    after the whole machine stood still, a worker has time to give one.
-    """
+    after the whole machine stood still, a worker has time to give one."""
     missed, before = None, beats()
     while missed is None or missed < _LOOKS:
         await asyncio.sleep(silent_s / _LOOKS)
@@ -118,22 +117,14 @@ _REFUSED = "refused"
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """The orders to one worker.
+    """The orders to one worker."""
 
-    Attributes:
-        number: from 1 to `of`.
-        listeners: descriptors of the listening sockets.
-        directory: the supervisor's own directory, for sockets and the file of engines.
-        follows: it takes the place of a worker that ended.
-        recording_key: the workers' key of recordings, unless the settings have one.
-    """
-
-    number: int
+    number: int  # from 1 to `of`
     of: int
-    listeners: tuple[int, ...]
-    directory: str
-    follows: bool = False
-    recording_key: str = ""
+    listeners: tuple[int, ...]  # descriptors of the listening sockets
+    directory: str  # the supervisor's own directory, for sockets and the file of engines
+    follows: bool = False  # it takes the place of a worker that ended
+    recording_key: str = ""  # the workers' key of recordings, unless the settings have one
 
     @classmethod
     def take(cls) -> Orders | None:

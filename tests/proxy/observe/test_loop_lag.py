@@ -6,13 +6,13 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.runtime import LoopLag
+from proxy.runtime import measure_lag
 
 
 async def run_while(work, *, explain):
     """Runs `work` beside the measurement; returns the lags, in seconds."""
     lags = []
-    task = asyncio.create_task(LoopLag(lags.append, explain=explain).run())
+    task = asyncio.create_task(measure_lag(lags.append, explain=explain))
     await asyncio.sleep(0.12)
     work()
     await asyncio.sleep(0.12)
