@@ -47,8 +47,8 @@ class RedisBus:
         siblings: Collection[str] = (),
         secret: bytes = b"",
     ) -> None:
-        """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP. `secret`:
-        the group's, for a server that lost it. Raises ValueError if the URL cannot be used."""
+        """Kvpins of one `namespace` hear each other. `siblings`: where the other workers serve HTTP.
+        `secret`: the group's, for a server that lost it. Raises ValueError if the URL cannot be used."""
         self.dropped, self.is_private = 0, False
         self.http_socket, self._siblings = http_socket, siblings
         self._url, self._channel = url, f"kvpin:{namespace}"
