@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,12 @@ class RedisBus:
             self._is_alone = listeners <= 1
             kept: bytes | None = None
             try:
-                if self._secret:
-                    await sender.set(f"{self._channel}:secret", self._secret, nx=True)
                 kept = await sender.get(self._key)
             except ResponseError as error:
                 self._refuse(error)
+            if self._secret:
+                with suppress(ResponseError):  # a user that may not: kvpin warned of that when it started
+                    await sender.set(f"{self._channel}:secret", self._secret, nx=True)
             _end_if_cancelled()
             # Python 3.11's own group would leave this task marked as cancelled when the server goes.
             async with anyio.create_task_group() as group:

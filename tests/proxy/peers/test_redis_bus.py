@@ -239,13 +239,24 @@ async def test_a_user_without_the_key_is_told_once_and_hears_the_others(server):
         redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:engines", "").split())
     own = server.url.replace("://", "://kvpin:PASSWORD@")
     with capture_logs() as logs:
-        async with world(lambda _: RedisBus(own, "default")) as (_, (one, two)):
+        async with world(lambda _: RedisBus(own, "default", secret=b"s")) as (_, (one, two)):
             one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
             await until(lambda: two.fleet.book.is_drained("gpu1:8000"))
     told = [
         each["key"] for each in logs if each["event"].startswith("orders about engines are not kept in Redis")
     ]
     assert told == ["kvpin:default:engines"] * 2  # once each
+
+
+async def test_a_user_without_the_secret_still_keeps_orders(server):
+    with Redis.from_url(server.url) as redis:
+        redis.execute_command("ACL SETUSER", *ACL[0].replace("~kvpin:default:secret", "").split())
+        own = server.url.replace("://", "://kvpin:PASSWORD@")
+        async with world(lambda _: RedisBus(own, "default", secret=b"s"), 1) as (_, (one,)):
+            one.fleet.book.drain("gpu1:8000", drained=True, now=5.0)
+            await until(lambda: redis.exists("kvpin:default:engines"))
+        async with world(lambda _: RedisBus(own, "default", secret=b"s"), 1) as (_, (later,)):
+            assert later.fleet.book.is_drained("gpu1:8000")
 
 
 async def test_the_documented_users_keep_the_channel_to_kvpin(server):
