@@ -103,7 +103,8 @@ class World:
             return ""
         for engine in (engine for pool in (await self.told("stats"))["pools"] for engine in pool["engines"]):
             if (name := engine["id"]) in published:
-                self.heard[name] = engine["kv"]["events"]["batches"]
+                events = engine["kv"].get("events", {"batches": 0})  # it has none while it connects anew
+                self.heard[name] = events["batches"]
         return "" if published == self.heard else f"batches of events: {self.heard} of {published}"
 
     def new_log(self) -> list[str]:
