@@ -268,8 +268,8 @@ def parts_of(
         (each.engine.id, str(each.engine.adapter.not_supported(capability))) for each in selection.unable
     ]
     for each in selection.away:
-        why = "not connected" if each.mine.is_set() else f"another kvpin uses it ({each.owner})"
-        cannot.append((each.id, f"{why}: what it holds was not flushed"))
+        why = "it is not connected" if each.mine.is_set() else f"another kvpin uses it ({each.owner})"
+        cannot.append((each.id, f"what it holds was not flushed, because {why}"))
     failed = partial(OperationPart, verb=capability.value, state=OperationState.FAILED)
     return able, [failed(engine, error=why) for engine, why in cannot]
 

@@ -2,6 +2,9 @@ import gzip
 import json
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +18,23 @@ from proxy.cli.main import app
 from proxy.server import run
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "agents.jsonl.gz"
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "proxy.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder)
+import proxy.cli
+"""
+
+
+def test_ctrl_c_while_modules_load_ends_without_a_traceback():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def commands(group, words=()):

@@ -49,8 +49,8 @@ async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, target))
         assert {part.engine: part.error for part in operation.parts} == {
             "b": None,
-            "a": "not connected: what it holds was not flushed",
-            "elsewhere": "another kvpin uses it (kvpin-2): what it holds was not flushed",
+            "a": "what it holds was not flushed, because it is not connected",
+            "elsewhere": "what it holds was not flushed, because another kvpin uses it (kvpin-2)",
         }
         assert operation.state is OperationState.FAILED
         assert len(a.tiers) == 4

@@ -8,6 +8,7 @@ from engine_adapter import Capability, JsonBody, KvTarget, NotSupported
 from proxy.control.operations import Target
 from proxy.control.target_engines import parts_of
 from proxy.errors import BadRequest, NoEngine, NotFound
+from proxy.prompt.builder import PromptBuilder
 from tests.kv_world import ALL, KvFake, kv_world, tokens
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Paris today? " * 8}]
@@ -36,6 +37,21 @@ async def test_a_chat_is_the_data_planes_prompt_without_the_turn_to_answer(world
     whole = await world.targets.prefix_of(Target(messages=MESSAGES, add_generation_prompt=True))
     assert whole.prompt == served
     assert whole.chain == world.pool.chain(served)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "error"), [(ALL, NoEngine), (ALL - {Capability.TOKENIZE}, BadRequest)]
+)
+async def test_a_prefix_that_engines_did_not_tokenise_may_be_tried_again(
+    world, monkeypatch, capabilities, error
+):
+    async def build(*_, **__):
+        """As where no engine answers in time, or no tokenizer is known."""
+
+    world.add(KvFake("a", capabilities))
+    monkeypatch.setattr(PromptBuilder, "build", build)
+    with pytest.raises(error, match="use token_ids, which always work"):
+        await world.targets.prefix_of(Target(messages=MESSAGES))
 
 
 async def test_engines_that_make_other_tokens_are_named(world, pair):

@@ -225,6 +225,23 @@ async def test_a_bus_that_is_stopped_while_it_connects_ends(server):
         assert ended, f"after {moment * 0.2:.1f} ms"
 
 
+async def test_a_connection_that_the_server_closes_in_its_handshake_is_made_again(monkeypatch):
+    """Where uvloop finds the socket closed, it raises RuntimeError."""
+    made, errors = asyncio.Event(), iter([RuntimeError("the handler is closed")])
+
+    async def serve(*_):
+        for error in errors:
+            raise error
+        made.set()
+
+    monkeypatch.setattr(redis_bus, "_RETRY_S", 0.01)
+    monkeypatch.setattr(RedisBus, "_serve", serve)
+    task = asyncio.create_task(RedisBus("redis://h", "n").run(BusCallbacks(lambda _: None, lambda: None)))
+    async with asyncio.timeout(5):
+        await made.wait()
+    task.cancel()
+
+
 def test_of_all_kvpins_only_the_other_workers_are_reached():
     sockets = ["/run/kvpin-x/worker-2.http"]
     worker = RedisBus("redis://h", "n", Path("/run/kvpin-x/worker-1.http"), sockets)
