@@ -278,8 +278,8 @@ class TestFetchedBefore:
             assert world.nixl("d").found == [Found.THE_KV]
             assert world.nixl("p").kept == {}
             assert world.fakes["d"].core.cache.hits > 700, "it did not compute the prompt again"
-            parts = record.first_byte_parts
-            assert parts["first leg"] == pytest.approx(record.first_leg_s + record.transfer_s, abs=0.05)
+            legs_s = pytest.approx(record.first_leg_s + record.transfer_s, abs=0.05)
+            assert record.first_byte_parts["first leg"] == record.moments.legs_s == legs_s
             assert world.engine("d").ledger.in_flight == 0
 
     async def test_its_client_is_told_what_the_first_engine_reused(self):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_adapter import EngineLate, EngineRejected
+from engine_adapter import EngineLate, EngineRejected, Handover, Hold
 from proxy.core.life import Cause
 from proxy.steps import other_leg
 from proxy.steps.forward import Forwarded
@@ -46,6 +46,12 @@ class TestKeptKv:
 
         with pytest.raises(TimeoutError, match="of a socket"):
             await prefilled.in_time(late())
+
+    async def test_of_an_answer_that_ended_with_its_first_token_none_is_handed_over(self):
+        prefilled, hold = kept_for(5.0), Hold(None)
+        prefilled.handover = Handover({}, 0)
+        assert not await prefilled.hand_over(prefilled.engine, hold)
+        assert hold == Hold(None)
 
     @pytest.mark.parametrize(("status", "kept"), [(400, 502), (401, 502), (422, 502), (429, 429), (503, 503)])
     async def test_a_refusal_is_about_the_kv_and_no_fault_of_the_client(self, status, kept):

@@ -1,14 +1,19 @@
-"""How requests are read: model names on their way to engines, and long bodies one after the other."""
+"""How requests are read: model names on their way to engines, long bodies one after the other, and what an
+engine gets that goes on with a stream."""
 
 import asyncio
+import json
 import re
+from array import array
 
 import pytest
 
-from engine_adapter import Headers, JsonBody
+from engine_adapter import Headers, JsonBody, Resumption
+from proxy.prompt.builder import Prompt
 from proxy.request.calls import Call
+from proxy.request.migration import SentStream
 from proxy.steps import preparation
-from proxy.steps.preparation import Preparation
+from proxy.steps.preparation import Preparation, Ready
 from tests.fakes import ASK, CHAT, client_of, is_openai_error, proxy_over
 
 
@@ -83,3 +88,13 @@ async def test_a_tenants_long_bodies_are_read_one_after_the_other_and_hold_up_no
     assert begun[-1] == "second"
     assert all(isinstance(each, LookupError) for each in ended)
     assert not steps._turns  # no lock is kept
+
+
+def test_a_prompt_that_is_more_than_text_stays_as_it_was_for_the_engine_that_goes_on():
+    call = Call("r", "POST", "/v1/completions", Headers([]), JsonBody(b'{"prompt": [1, 2]}'))
+    prompt = Prompt(array("i", [1, 2]), array("Q", [7, 7]))
+    told = Resumption(array("i", [3]), {"answer_token_ids": [3]})
+    ready = Ready(call, None, None, None, prompt)
+    after = ready.going_on(SentStream("torch", None, False, (), told, None))
+    assert (after.prompt, after.kind) == (prompt, "torch")
+    assert json.loads(after.call.body.raw) == {"prompt": [1, 2], "answer_token_ids": [3]}
