@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -103,6 +104,8 @@ class ServeFlags:
 
 def serve(*, options: ServeFlags) -> None:
     """Serve OpenAI's API under /v1 and the admin API under /admin/v1."""
+    # One that comes while kvpin starts waits until the settings can be read again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     from engine_adapter import EngineSpecError  # noqa: PLC0415 - other commands start quicker
     from proxy.server.run import serve as run  # noqa: PLC0415 - likewise
     from proxy.settings import SettingsError  # noqa: PLC0415 - likewise

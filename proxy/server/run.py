@@ -127,6 +127,7 @@ async def _run(
         raise
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, server.on_signal, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     host, port = listeners[0].getsockname()[:2]
     has_joined = lambda: proxy.peers is None or proxy.peers.is_ready  # noqa: E731 - short
     banner = Banner(proxy.fleet, host, port, settings, has_joined, proxy.tenants)

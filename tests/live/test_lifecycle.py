@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.forks import start
 from tests.live.answers import until
 from tests.live.conftest import Kvpin, running_kvpin, starting_kvpin
 
@@ -116,6 +117,26 @@ def test_told_to_stop_while_engines_start(tmp_path):
         kvpin.process.terminate()
         assert kvpin.process.wait(30) == 0
         assert not is_running(pid)
+
+
+def test_a_reload_that_is_asked_for_while_it_starts(tmp_path):
+    config, log = tmp_path / "config", tmp_path / "log"
+    os.mkfifo(config)
+    command = ["serve", "--port", "0", "--log-format", "json", "--config", str(config)]
+    with log.open("wb") as output:
+        kvpin = start("proxy.cli", *command, output=output)
+    try:
+        with config.open("w") as settings:  # kvpin waits for them
+            kvpin.send_signal(signal.SIGHUP)
+            (tmp_path / "new").write_text("engines = []\n[[api_keys]]\nkey = 'new'\n")
+            (tmp_path / "new").replace(config)
+            settings.write("engines = []\n")
+        (line,) = until(lambda: re.findall(".*settings reloaded.*", log.read_text()))
+        assert '"api_keys": 1' in line
+        kvpin.terminate()
+        assert kvpin.wait(30) == 0
+    finally:
+        kvpin.kill()
 
 
 def test_a_port_in_use_is_one_line(tmp_path):

@@ -254,6 +254,7 @@ class Workers:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self._stop, each)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         if self._watchdog is not None:
             self._tasks.keep("watchdog", self._watchdog.run)
         try:
