@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from engine_adapter import end_with_parent
 from engine_adapter.end_with_parent import ends_with_parent
+from tests.processes import is_alive
 
 PARENT = """
 import subprocess, sys
@@ -22,13 +22,6 @@ child.wait()
 """
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @linux

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from tests.forks import start
 from tests.live.answers import until
 from tests.live.conftest import Kvpin, running_kvpin, starting_kvpin
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.live
 
@@ -41,13 +41,6 @@ def engine_pids(kvpin: Kvpin) -> dict[str, int]:
         r'"engine": "([^"]+)".*?"pid": (\d+), "event": "managed engine started"', kvpin.log.read_text()
     )
     return {name: int(pid) for name, pid in lines}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def read_stream(client, number, tokens, begun):
@@ -86,7 +79,7 @@ async def test_running_answers_finish_before_kvpin_stops(tmp_path):
         for text in await terminated_during_streams(kvpin, tokens=150):
             assert text.endswith(b"data: [DONE]\n\n")
         assert kvpin.process.wait(30) == 0
-        assert not is_running(pid)
+        assert not is_alive(pid)
     assert '"level": "error"' not in kvpin.log.read_text()
 
 
@@ -99,16 +92,16 @@ async def test_answers_longer_than_the_grace_are_cut_short(tmp_path):
             assert not text.endswith(b"data: [DONE]\n\n")
             assert b"broken: " in text
         assert kvpin.process.wait(30) == 0
-        assert not is_running(pid)
+        assert not is_alive(pid)
     assert "Exception in ASGI" not in kvpin.log.read_text()
 
 
 def test_engines_end_with_a_kvpin_that_is_killed(tmp_path):
     with starting_kvpin(tmp_path / "log", *MANAGED) as kvpin:
         (pid,) = until(lambda: engine_pids(kvpin)).values()
-        assert is_running(pid)
+        assert is_alive(pid)
         kvpin.kill()
-        until(lambda: not is_running(pid))
+        until(lambda: not is_alive(pid))
 
 
 def test_told_to_stop_while_engines_start(tmp_path):
@@ -116,7 +109,7 @@ def test_told_to_stop_while_engines_start(tmp_path):
         (pid,) = until(lambda: engine_pids(kvpin)).values()
         kvpin.process.terminate()
         assert kvpin.process.wait(30) == 0
-        assert not is_running(pid)
+        assert not is_alive(pid)
 
 
 def test_a_reload_that_is_asked_for_while_it_starts(tmp_path):

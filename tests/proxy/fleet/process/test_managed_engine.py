@@ -21,6 +21,7 @@ from proxy.fleet.managed_engine import (
 )
 from proxy.settings import ManagedSettings
 from tests.kv_world import until
+from tests.processes import is_alive
 
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys, time
@@ -68,15 +69,6 @@ async def running(engine):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")  # a zombie of another parent counts as gone
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def open_files():
