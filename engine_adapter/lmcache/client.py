@@ -85,8 +85,8 @@ async def _survey(
         problem = f"the LMCache server {spec.options.lmcache} reports to no coordinator"
         raise _Unusable(problem, f"start `lmcache coordinator`, and the server with {_REPORTING}")
     scope = Scope(context.model_name, context.world_size, config.mp.instance_id)
-    coordinator = coordinator_at(url)
     try:
+        coordinator = coordinator_at(url)
         await _examine(spec, coordinator, scope, status.chunk_size)
     except EngineError as error:
         problem = f"the LMCache coordinator {url} is not reachable ({error})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -44,6 +45,8 @@ _MAX_SALT = 128  # LMCache's
 _DIGEST = 16  # bytes; twice as many hex characters follow the mark
 _MAX_OWN = _MAX_SALT - 2 * _DIGEST - 1
 _EMBEDDINGS = "prompt_embeds"
+_NAMED = b'"prompt_embeds"'
+_ESCAPED = re.compile(rb"\\u00[567]")  # a letter of that name, as JSON may write it
 
 
 def salt_for(salt: str | None, lora: str | None = None, embeddings: str | None = None) -> str | None:
@@ -70,15 +73,13 @@ def is_under(sent: str, salt: str) -> bool:
 
 def embeddings_of(body: JsonBody) -> str | None:
     """Identity of a request's prompt embeddings; None if it has none."""
-    # JSON may escape any letter as \u00xx.
-    if f'"{_EMBEDDINGS}"'.encode() not in body.raw and b"\\u00" not in body.raw:
+    if _NAMED not in body.raw and not _ESCAPED.search(body.raw):
         return None
-    value = body.get(_EMBEDDINGS)
-    if value is not None:
-        return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
-    # The embeddings may be anywhere in the request, so only an identical request counts as equal.
-    is_there = f'"{_EMBEDDINGS}"'.encode() in msgspec.json.encode(msgspec.json.decode(body.raw))
-    return hashlib.sha256(body.raw).hexdigest() if is_there and _EMBEDDINGS not in body else None
+    value, rest = body.get(_EMBEDDINGS), body.replace(**{_EMBEDDINGS: None})
+    # Elsewhere they may be anywhere in the request, so only an identical request counts as equal.
+    if _NAMED in msgspec.json.encode(rest.decoded()):
+        return hashlib.sha256(body.raw).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest() if value is not None else None
 
 
 def _mark(kind: str, *values: str | None) -> str:
@@ -242,6 +243,7 @@ _FAREWELL_S = 2.0
 class _Pin(NamedTuple):
     unpin: Callable[[], Awaitable[int]]
     end: asyncio.Task[None]
+    lock: asyncio.Lock  # of who ends it
 
 
 class TimedPins:
@@ -260,7 +262,7 @@ class TimedPins:
         await coordinator.pin(scope, token_ids, salt)
         pin_id = uuid.uuid4().hex
         end = asyncio.get_running_loop().create_task(self._end(pin_id, ttl_s))
-        self._pins[pin_id] = _Pin(partial(coordinator.unpin, scope, token_ids, salt), end)
+        self._pins[pin_id] = _Pin(partial(coordinator.unpin, scope, token_ids, salt), end, asyncio.Lock())
         return pin_id
 
     async def remove(self, pin_id: str) -> bool:
@@ -268,8 +270,11 @@ class TimedPins:
         pin = self._pins.get(pin_id)
         if pin is None:
             return False
-        await pin.unpin()
-        if self._pins.pop(pin_id, None) is not None and pin.end is not asyncio.current_task():
+        async with pin.lock:
+            if pin_id in self._pins:  # else it ended meanwhile: the coordinator counts the pins of a chunk
+                await pin.unpin()
+                del self._pins[pin_id]
+        if pin.end is not asyncio.current_task():
             pin.end.cancel()
         return True
 

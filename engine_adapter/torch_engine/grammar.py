@@ -244,6 +244,8 @@ MAX_GRAMMAR_BYTES = 8 << 10
 _ANY_OBJECT = {"type": "object"}
 # Their values are data, not schemas.
 _PLAIN = ("const", "enum", "default", "examples")
+# Theirs are schemas under names of the client's.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
 _OF_VLLM = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -396,16 +398,19 @@ def _any_call(functions: Mapping[str, dict[str, Any]], field: str) -> dict[str, 
     return {"anyOf": calls, "$defs": moved}
 
 
-def _moved(schema: Any, place: str) -> Any:  # noqa: ANN401 - JSON
-    """The schema with its references as they are at `place` of another schema."""
+def _moved(schema: Any, place: str, *, is_named: bool = False) -> Any:  # noqa: ANN401 - JSON
+    """The schema with its references as they are at `place` of another schema. `is_named`: its keys are
+    names, each of a schema."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
+    if is_named:
+        return {name: _moved(value, place) for name, value in schema.items()}
     return {
         key: place + value[1:]
         if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in _PLAIN else _moved(value, place))
+        else (value if key in _PLAIN else _moved(value, place, is_named=key in _NAMED))
         for key, value in schema.items()
     }
 

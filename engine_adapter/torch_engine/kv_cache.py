@@ -174,7 +174,7 @@ class KvCache:
         chain = self.tree.kept.fitting(self._scope(target))
         for node in chain:
             self.tree.hold(node)
-        self.tree.kept.keep(chain, retention, now)
+        self.tree.kept.keep(chain, retention, now, is_expected=True)
         for node in reversed(chain):
             self.tree.release(node)
 

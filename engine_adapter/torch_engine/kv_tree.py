@@ -164,11 +164,13 @@ class LeafQueue:
 
 # --- retention: the blocks that requests asked to keep leave the cache after all others, for a while ----
 # Retention is limited to a share of the tier where eviction loses KV, so that no client can fill the cache.
-# At the limit, the owner with most retained blocks loses its oldest retention. An owner with few loses
-# none.
+# At the limit, prompts whose next turn is expected lose theirs, then the owner with most retained blocks
+# loses its oldest. An owner with few loses none.
 
 KEPT_SHARE = 0.5
 """Share of the tier where eviction loses KV. The other half goes to the blocks used last, of any owner."""
+EXPECTED = object()
+"""The owner of prompts whose next turn is expected."""
 
 
 class KeptBlocks:
@@ -179,26 +181,32 @@ class KeptBlocks:
         its retention and stays cached."""
         self.limit = int(KEPT_SHARE * room)
         self._freed = freed
-        self._owners: dict[Node, str | None] = {}
-        self._books: dict[str | None, dict[Node, None]] = {}  # oldest first, and a child before its parent
+        self._owners: dict[Node, object] = {}
+        self._books: dict[object, dict[Node, None]] = {}  # oldest first, and a child before its parent
         self._next_end = math.inf
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def keep(self, chain: Sequence[Node], retention: Retention, now: float) -> None:
+    def keep(
+        self, chain: Sequence[Node], retention: Retention, now: float, *, is_expected: bool = False
+    ) -> None:
         """Retains a chain, from the root down, as far as the limit reaches. A block that is retained already
-        gets the higher priority and the later end."""
+        gets the higher priority and the later end. `is_expected`: no client asked for it, so that it gives
+        way to all that clients ask for."""
         if not (chain := chain[: self.limit]):
             return
         # Whole seconds, so that one look finds the ends of many requests.
         until = math.ceil(now + retention.ttl_s) if retention.ttl_s < math.inf else math.inf
         for node in reversed(chain):
-            self._leave_book(node)
             node.priority = max(node.priority, retention.priority)
             node.kept_until = max(node.kept_until, until)
-            self._owners[node] = retention.owner
-            self._books.setdefault(retention.owner, {})[node] = None
+            if is_expected and self._owners.get(node, EXPECTED) is not EXPECTED:
+                continue
+            owner = EXPECTED if is_expected else retention.owner
+            self._leave_book(node)
+            self._owners[node] = owner
+            self._books.setdefault(owner, {})[node] = None
         self._next_end = min(self._next_end, until)
         while len(self._owners) > self.limit:
             self._shorten()
@@ -222,11 +230,14 @@ class KeptBlocks:
         node.priority, node.kept_until = 0, NEVER
 
     def _shorten(self) -> None:
-        """The owner with most blocks loses its oldest, until another has as many or the limit is met."""
+        """Expected turns lose their oldest blocks, else the owner with most does, until another has as many
+        or the limit is met."""
         sizes = nlargest(2, map(len, self._books.values()))
-        largest = next(book for book in self._books.values() if len(book) == sizes[0])
+        book = next(book for book in self._books.values() if len(book) == sizes[0])
         ahead = max(sizes[0] - sizes[1], 1) if len(sizes) > 1 else sizes[0]
-        for node in list(islice(largest, min(ahead, len(self._owners) - self.limit))):
+        if (expected := self._books.get(EXPECTED)) is not None:
+            book, ahead = expected, len(expected)
+        for node in list(islice(book, min(ahead, len(self._owners) - self.limit))):
             self._free(node)
 
     def _free(self, node: Node) -> None:

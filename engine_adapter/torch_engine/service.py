@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine_adapter.errors import EngineUnavailable, PromptTableError
-from engine_adapter.off_loop import off_loop
+from engine_adapter.off_loop import IDS_PER_MS, off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.encoders import MAX_CHARS_PER_TOKEN, CannotFit
 from engine_adapter.prompt.extra_ids import (
@@ -289,7 +289,9 @@ class EngineService:
         if isinstance(prompt, str):
             encode = partial(self.encode, prompt, "prompt", special=request.add_special_tokens)
             prompt = await self.tokenizer.off_loop(len(prompt), encode)
-        return self.tables.resolve(prompt, explicit=request.extra_ids, table_id=request.prompt_table)
+        named = request.prompt_table
+        resolve = partial(self.tables.resolve, prompt, explicit=request.extra_ids, table_id=named)
+        return await off_loop(resolve, ms=len(prompt) / IDS_PER_MS)
 
     def encode(self, text: str, param: str, *, special: bool | None) -> TokenIds[int]:
         """The token ids of a text, with special tokens unless that is False. Raises ApiError (400) for a text
@@ -306,7 +308,7 @@ class EngineService:
     async def _chat_prompt(self, request: ChatRequest) -> EnginePrompt:
         size, limit = 0, self.engine.max_model_len
         for name in ("messages", "tools", "chat_template_kwargs"):
-            chars, data = _sizes(getattr(request, name))
+            chars, data = _sizes(getattr(request, name), has_embeddings=name == "messages")
             if chars > limit * MAX_CHARS_PER_TOKEN:  # refused before any work
                 raise _too_long(f"{chars} characters exceed the context of {limit} tokens", name)
             size += chars + data // DATA_PER_CHAR
@@ -359,9 +361,10 @@ def _too_long(message: str, param: str) -> ApiError:
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def _sizes(field: object) -> tuple[int, int]:
+def _sizes(field: object, *, has_embeddings: bool) -> tuple[int, int]:
     """Two counts of a field, at any depth: characters of texts and names, with one for each value; and of
-    embeddings' data, which is no part of the prompt's text, and takes time to read all the same."""
+    the data of embeddings, if it may have any: it is no part of the prompt's text, and takes time to read
+    all the same."""
     size = of_data = 0
     pending = [field]
     while pending:
@@ -371,9 +374,11 @@ def _sizes(field: object) -> tuple[int, int]:
             size += len(value)
         elif isinstance(value, dict):
             size += sum(map(len, value))
-            data = value.get("data")
-            of_data += len(data) if isinstance(data, str) else 0
-            pending += [item for key, item in value.items() if key != "data"]
+            data = value.get("data") if has_embeddings and value.get("type") == "prompt_embeds" else None
+            if isinstance(data, str):
+                of_data += len(data)
+                size -= len(data)
+            pending += value.values()
         elif isinstance(value, list):
             pending += value
     return size, of_data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def init(
     """
     from proxy.cli.engine_check import UnusableEngine, examined  # noqa: PLC0415 - slow to import
 
-    if output != _STDOUT and output.exists() and not force:
+    if output != _STDOUT and os.path.lexists(output) and not force:
         fail(f"{str(output)!r} exists: name another file with --output, or give --force")
     try:
         found = zip(examined(engines), map(_given, engines), strict=True)

@@ -182,7 +182,8 @@ def _read_usage(usage: dict[str, object] | None, sample: RequestSample) -> None:
     )
     details = usage.get("prompt_tokens_details")
     if isinstance(details, dict):
-        sample.cached_tokens = details.get("cached_tokens")
+        cached = details.get("cached_tokens")
+        sample.cached_tokens = cached if isinstance(cached, int) else None
 
 
 def _error_of(answer: httpx.Response) -> str:

@@ -57,6 +57,7 @@ class Renderings:
         builder = known[0] if known else self._made(info, pool, key)
         if not known and before is not None and before.key == key:
             builder.take_over(before)
+        builder.forget_media()
         pool.render(engine, builder)
         self._tasks.start(f"tokenizer {engine.id}", self._settle(engine, pool, builder, source, before))
 

@@ -24,6 +24,7 @@ from engine_adapter import (
 )
 from engine_adapter.causes import Code
 from engine_adapter.off_loop import (
+    IDS_PER_MS,
     JSON_BYTES_PER_MS,
     TOKEN_ID_BYTES_PER_MS,
     VALUES_PER_MS,
@@ -165,6 +166,10 @@ class PromptBuilder:
         # Any other may take more than kvpin does: a prompt that cannot be rendered here is only unknown.
         self._strict = info.renders_alike
         self.ask_engines(self.reason)
+
+    def forget_media(self) -> None:
+        """An engine has connected: its image processor may have other settings than one rendered by."""
+        self._known_media = KnownMedia()
 
     def adopt(self, tokenizer: ChatTokenizer) -> None:
         """The engine's tokenizer is loaded here. Prompts are tokenised with it as far as it is proven."""
@@ -435,7 +440,9 @@ class PromptBuilder:
         if vocab_size is None:
             # Without the vocabulary size, fake ids look like text ids.
             return prompt if (source.explicit, source.table) == (None, None) else None
-        extra_ids = self._tables.extra_ids(prompt.token_ids, source, vocab_size)
+        ids = prompt.token_ids
+        find = partial(self._tables.extra_ids, ids, source, vocab_size)
+        extra_ids = await off_loop(find, ms=len(ids) / IDS_PER_MS)
         return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 
     def _made(

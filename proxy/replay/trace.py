@@ -31,7 +31,8 @@ from proxy.core.placement.rates import OWN_PACE, TYPICAL_TOKENS, on_curve
 #
 # A recording holds it again whenever more is known. The last one of a file counts.
 
-Curve = tuple[tuple[float, float], ...]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+Curve = tuple[tuple[_Positive, _Positive], ...]
 
 # A line of a recording that begins so is no request.
 HEAD = b'{"recording":'
@@ -76,7 +77,7 @@ class RecordedEngine(msgspec.Struct, omit_defaults=True):
     prefill: Curve = ()
     samples: int = 0
     interference: float | None = None
-    restore_tok_s: float | None = None
+    restore_tok_s: _Positive | None = None
     token_s: float | None = None
 
 

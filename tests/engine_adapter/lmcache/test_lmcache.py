@@ -385,7 +385,7 @@ async def test_a_pin_can_be_ended_before_and_once(lmcache, coordinator, scope):
     pin_id = await held.add(coordinator, scope, PROMPT, "s", 60)
     other = await held.add(coordinator, scope, PROMPT, "s", 60)
     assert set(lmcache.pins.values()) == {2}
-    assert await held.remove(pin_id)
+    assert await asyncio.gather(held.remove(pin_id), held.remove(pin_id)) == [True, True]
     assert not await held.remove(pin_id)
     assert (len(held), set(lmcache.pins.values())) == (1, {1})
     assert await held.remove(other)
@@ -468,10 +468,14 @@ def test_embeddings_are_told_apart():
 
 
 def test_embeddings_within_messages_are_those_of_the_very_same_request():
-    def chat(data):
-        return body(messages=[{"role": "user", "content": [{"type": "prompt_embeds", "data": data}]}])
+    def chat(data, **more):
+        return body(messages=[{"role": "user", "content": [{"type": "prompt_embeds", "data": data}]}], **more)
 
     assert embeddings_of(chat("QQ==")) not in (None, embeddings_of(chat("Qg==")))
+    for above in (None, "QQ=="):
+        one, two = (embeddings_of(chat(data, prompt_embeds=above)) for data in ("QQ==", "Qg=="))
+        assert None not in (one, two)
+        assert one != two
 
 
 def test_embeddings_are_seen_however_they_are_written():

@@ -218,8 +218,8 @@ async def test_a_structure_takes_a_share_of_the_steps(grammars, monkeypatch):
         allowed(state)
 
 
-def tool_with_definition(name, kind, key):
-    point = {"type": "object", "properties": {"at": {"$ref": f"#/{key}/point"}}, "required": ["at"]}
+def tool_with_definition(name, kind, key, field="at"):
+    point = {"type": "object", "properties": {field: {"$ref": f"#/{key}/point"}}, "required": [field]}
     return {
         "function": {"name": name, "strict": True, "parameters": {key: {"point": {"type": kind}}, **point}}
     }
@@ -240,6 +240,16 @@ async def test_definitions_of_the_same_name_stay_apart(grammars, tokenizer, key,
     for name, text in (("f", "true"), ("g", "12")):
         with pytest.raises(RequestRefused):
             follows(name, text)
+
+
+@pytest.mark.parametrize("field", ["default", "const", "$ref"])
+async def test_fields_may_have_the_names_of_keywords(grammars, tokenizer, field):
+    tools = [tool_with_definition("f", "integer", "$defs", field)]
+    grammar = await grammars.compile(tool_use_of(tools, "required", parallel=None, format_=None).structure)
+    begin = f'[{{"name": "f", "parameters": {{"{field}": '
+    grammar.begin(tokenizer.encode(begin + "12", add_special_tokens=False))
+    with pytest.raises(RequestRefused):
+        grammar.begin(tokenizer.encode(begin + "true", add_special_tokens=False))
 
 
 async def test_references_to_a_whole_schema_stay_within_its_function(grammars, tokenizer):

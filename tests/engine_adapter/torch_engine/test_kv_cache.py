@@ -398,6 +398,10 @@ def test_what_clients_asked_to_keep_loses_nothing_to_a_turn_that_is_expected():
     assert kept(world) == 4
     scan(world)
     assert [world.held(prompt(1, 3)), world.held(prompt(2)), world.held(prompt(3))] == [3, 1, 0]
+    world.run(prompt(4, 1), priority=1, ttl_s=5.0)  # gets the room of the expected turn
+    assert kept(world) == 4
+    scan(world)
+    assert [world.held(prompt(name, 3)) for name in (1, 2, 4)] == [3, 0, 1]
 
 
 def test_a_prompt_that_is_kept_already_needs_no_more_room_for_its_next_turn():

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.completions import _shows_special
 from engine_adapter.torch_engine.grammar import ToolUse
+from engine_adapter.torch_engine.kv_tree import EXPECTED
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
 from engine_adapter.types import TOOL_S
 
@@ -203,9 +204,8 @@ class TestTools:
     async def test_the_prompt_of_a_tool_call_is_retained_for_seconds(self, client, served_engine):
         def retained(cache):
             now = time.monotonic()
-            return [
-                node.kept_until - now for node, name in cache.tree.kept._owners.items() if name == "agent"
-            ]
+            owners = cache.tree.kept._owners
+            return [node.kept_until - now for node, owner in owners.items() if owner is EXPECTED]
 
         fields = {"tools": TOOLS, "guided_choice": [CALL], "max_tokens": 100, "keep_for": "agent"}
         await chat(client, **fields, tool_choice="none")

@@ -123,10 +123,10 @@ async def test_prompts_that_do_not_fit(client, served_engine):
 
 
 @pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
-@pytest.mark.parametrize("kind", ["text", "names"])
+@pytest.mark.parametrize("kind", ["text", "names", "data"])
 async def test_no_field_of_a_chat_is_rendered_beyond_the_context(client, field, kind):
     part = "x" * (3 << 20)
-    part = {"k": part} if kind == "text" else {part: 1}
+    part = {"text": {"k": part}, "names": {part: 1}, "data": {"data": [part], "type": "t"}}[kind]
     part["function"] = {"name": "f"}  # of a tool
     body = {"messages": [{"role": "user", "content": "hi"}]}
     body[field] = part if field == "chat_template_kwargs" else [part]

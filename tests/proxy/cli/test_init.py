@@ -42,6 +42,8 @@ def test_no_file_is_replaced_unasked(kvpin, embedded_engine, file):
     result = kvpin(*words)
     assert (result.exit_code, file.read_text()) == (1, "mine")
     assert "exists: name another file with --output, or give --force" in result.stderr
+    result = kvpin(*words[:-1], str(file.parent / ("long" * 100)))
+    assert (result.exit_code, "cannot be written: File name too long" in result.stderr) == (1, True)
     file.chmod(0o644)
     assert kvpin(*words, "--force").exit_code == 0
     assert file.stat().st_mode & 0o777 == 0o600

@@ -14,7 +14,7 @@ from engine_adapter import (
     JsonBody,
     ModelNotLoaded,
 )
-from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.forms import Form
 from engine_adapter.prompt.template_trials import MessageShape
 from proxy.fleet import tokenisation
@@ -22,6 +22,7 @@ from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.tokenisation import Renderings
 from proxy.prompt import RegisteredTables, audit_tokens
+from proxy.prompt.known_chats import TextAround
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 from tests.kv_world import until
@@ -130,6 +131,17 @@ async def test_a_restarted_engine_finds_the_tokenizer_and_is_compared_again(worl
     world.join("a")
     await world.settled()
     assert world.prompts.exactness.source == "local"
+
+
+async def test_after_a_restart_what_the_engine_rendered_before_is_rendered_again(world):
+    engine = world.join("a")
+    await world.load()
+    known, around = world.prompts._known_media, TextAround(array("i", [5, 1, 2]), 0, 2)
+    known.learn(b"key", around, ChatPrompt(array("i", [9, 9, 1, 2]), array("Q", [7, 0, 0, 0])))
+    assert known.find(b"key", around) is not None
+    world.fleet.leave(engine)
+    world.rejoin(engine)
+    assert world.prompts._known_media.find(b"key", around) is None
 
 
 async def test_a_restarted_engine_that_makes_other_tokens_gets_another_builder_and_the_log_says_so(world):

@@ -118,6 +118,10 @@ def test_a_last_line_that_breaks_off_is_passed_over(tmp_path):
     path.write_text(f'{whole}\n{{"timestamp": 1}}')
     with pytest.raises(TraceError, match="line 2: Object missing required field"):
         read_trace(path)
+    about = {"began": 1, "key": "k", "engines": [{"id": "e", "prefill": [[64, 0]]}]}
+    path.write_text(json.dumps({"recording": about}) + "\n")
+    with pytest.raises(TraceError, match="line 1: Expected `float` > 0"):
+        read_trace(path)
     path.write_text(whole[:30])
     with pytest.raises(TraceError, match=r"holds no request$"):
         read_trace(path)
