@@ -72,7 +72,7 @@ def show_tiers(admin: httpx.Client) -> None:
     for pool in admin.get("/stats").raise_for_status().json()["pools"]:
         for engine in pool["engines"]:
             kv = engine["kv"]
-            if kv:
+            if kv and "gpu" in kv:
                 gpu, host = kv["gpu"], kv["host"]
                 tiers = f"gpu {gpu['cached']} cached, {gpu['free']} free; host {host['cached']} cached"
                 print(f"         {engine['id']}: {tiers}")

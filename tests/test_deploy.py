@@ -81,12 +81,26 @@ def test_the_chart_is_what_kubernetes_and_kvpin_understand(values, tmp_path):
     assert (loaded.host, loaded.port, loaded.drain_s, loaded.reuse) == ("0.0.0.0", 8000, 15, True)
     assert len(loaded.discovery) == len(values.get("settings", {}).get("discovery", ()))
     pod = next(each for each in objects if each["kind"] == "Deployment")["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False  # KVPIN_PORT would be no port
     assert pod["terminationGracePeriodSeconds"] > loaded.drain_s + loaded.graceful_shutdown_s
 
 
 def of_kind(kind, values):
     (found,) = [each for each in rendered(values) if each["kind"] == kind]
     return found
+
+
+def test_with_tls_the_probes_and_prometheus_speak_it():
+    settings = {"tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}}
+    values = {"settings": settings, "serviceMonitor": {"enabled": True, "tlsConfig": {"serverName": "kvpin"}}}
+    (container,) = of_kind("Deployment", values)["spec"]["template"]["spec"]["containers"]
+    probes = [probe for name, probe in container.items() if name.endswith("Probe")]
+    assert [probe["httpGet"]["scheme"] for probe in probes] == ["HTTPS"] * 3
+    (endpoint,) = of_kind("ServiceMonitor", values)["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"serverName": "kvpin"})
+    settings["tls"]["client_ca"] = "/tls/ca.crt"
+    with pytest.raises(Exception, match="the kubelet's probes have no certificate"):
+        rendered(values)
 
 
 def test_what_is_added_to_pods_stands_beside_what_the_chart_needs():

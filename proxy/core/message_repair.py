@@ -175,7 +175,8 @@ def _in_turns(first: list[str], items: list[Any]) -> list[Any]:
         if waiting:
             block, waiting = "\n\n".join(waiting), []
             begun = None
-            if _get(item, "role") == "user":
+            answers = _kind_of(item) == "result" and bool(turns) and _kind_of(turns[-1]) == "call"
+            if answers or _get(item, "role") == "user":
                 begun = with_turn_text(item, block, is_first=True)
             turns += [begun] if begun is not None else [{"role": "user", "content": block}, item]
         else:

@@ -292,13 +292,28 @@ def _with_sorted_schema(tool: Any) -> Any:  # noqa: ANN401 - JSON
             return tool
 
 
-def _in_order(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """A schema with its fields, and the names that it requires, in the order of the alphabet."""
+# In a schema: what is data, and what holds schemas under names of the client's.
+_AS_DATA = ("const", "default", "enum", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def _in_order(value: Any, *, is_named: bool = False) -> Any:  # noqa: ANN401 - JSON
+    """A schema with its fields, and the names that it requires, in the order of the alphabet. `is_named`: its
+    keys are names, each of a schema."""
     match value:
         case dict():
-            ordered = {name: _in_order(value[name]) for name in sorted(value)}
+            ordered = {
+                name: value[name]
+                if name in _AS_DATA and not is_named
+                else _in_order(value[name], is_named=name in _BY_NAME and not is_named)
+                for name in sorted(value)
+            }
             required = ordered.get("required")
-            if isinstance(required, list) and all(isinstance(each, str) for each in required):
+            if (
+                not is_named
+                and isinstance(required, list)
+                and all(isinstance(each, str) for each in required)
+            ):
                 ordered["required"] = sorted(required)
             return ordered
         case list():

@@ -415,7 +415,7 @@ class PromptBuilder:
     async def _chat(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
         forms = forms_of(body)
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
-            forms |= self.local.forms_in(source.messages)
+            forms |= self.local.forms_in(source)
         if self.local is not None and self.forms.source(forms) == "local":
             try:
                 prompt, beginning = await self.local.turn(source, body, owner, self._context())

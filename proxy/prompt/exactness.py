@@ -245,10 +245,13 @@ def difference_of(ours: TokenIds[int], theirs: TokenIds[int]) -> str | None:
 
 
 def _probes(model: str, local: LocalTokenizer | None) -> dict[Form, dict[str, JsonBody]]:
-    """The probes of each form, by name. That of special tokens has the first ones of the model."""
+    """The probes of each form, by name. Those of special tokens have the first ones of the model."""
     marks = " x ".join(sorted(local.tokenizer.special_tokens)[:_MARKS]) if local is not None else ""
-    special = {"special tokens": _chat(_HELLO, _SAID, _says("user", marks))}
-    probes = _PROBES | ({Form.SPECIAL_TOKENS: special} if marks else {})
+    probes = _PROBES
+    if marks:
+        special = {"special tokens": _chat(_HELLO, _SAID, _says("user", marks))}
+        text = _PROBES[Form.TEXT] | {"special tokens": {"prompt": marks}}
+        probes = _PROBES | {Form.SPECIAL_TOKENS: special, Form.TEXT: text}
     return {
         form: {
             name: JsonBody(msgspec.json.encode({"model": model, **fields})) for name, fields in bodies.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
@@ -55,9 +55,10 @@ class LocalTokenizer:
     def _special(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.tokenizer.special_tokens)) or "(?!)")
 
-    def forms_in(self, messages: object) -> frozenset[Form]:
-        """SPECIAL_TOKENS if a text of these messages contains some."""
-        found = any(map(self._special.search, _texts_in(messages)))
+    def forms_in(self, source: ChatInput) -> frozenset[Form]:
+        """SPECIAL_TOKENS if a text of this chat contains some, or may: JSON in a text can escape them."""
+        texts = _texts_in([source.messages, source.tools, source.template_kwargs])
+        found = any(self._special.search(text) or "\\u" in text for text in texts)
         return frozenset({Form.SPECIAL_TOKENS}) if found else frozenset()
 
     async def chat(self, source: ChatInput, body: JsonBody, limit: int | None = None) -> ChatPrompt:
@@ -131,13 +132,16 @@ def _of_template(source: ChatInput) -> dict[str, Any]:
     }
 
 
-def _texts_in(messages: object) -> Iterator[str]:
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else [{"text": content}]:
-            text = part.get("text") if isinstance(part, dict) else None
-            if isinstance(text, str):
-                yield text
+def _texts_in(value: object) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            waiting += each
 
 
 class EngineTokenizer:

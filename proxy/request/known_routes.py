@@ -14,11 +14,22 @@ from urllib.parse import parse_qsl
 import msgspec
 from typing_extensions import override
 
-from engine_adapter import NATIVE_ROUTES, UNREADABLE, HeaderPairs, JsonBody, route_of
+from engine_adapter import (
+    HINTS,
+    NATIVE_ROUTES,
+    OWN_IDS,
+    PRIVATE_FIELDS,
+    PRIVATE_WITHIN,
+    UNREADABLE,
+    HeaderPairs,
+    JsonBody,
+    route_of,
+)
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
 from proxy.errors import Forbidden
 from proxy.request.calls import Call
 from proxy.request.stages import Event, Stage
+from proxy.request.tenants import private_field
 from proxy.request.translate import INPUT_TOKENS_PATH, RESPONSES_PATH
 
 # --- objects that engines keep for clients: what several tenants may name, which engine keeps a response ---
@@ -45,6 +56,7 @@ _MAYBE = re.compile(
 )
 # A letter of a name may be escaped. No encoder does that to letters.
 _ESCAPED = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
+_PRIVATE = PRIVATE_FIELDS | OWN_IDS | HINTS | {path[0] for path in PRIVATE_WITHIN}
 _FORM_PARTS = re.compile(r"[\[\].']+")
 MAX_HOMES = 10_000  # the most responses whose engines are known, for each tenant
 MAX_ID = 256  # the most characters of an id that is kept, and of a name that an error repeats
@@ -96,9 +108,12 @@ async def check_items(body: JsonBody) -> None:
 
 
 def check_form(names: Iterable[str]) -> None:
-    """Raises Forbidden if one of a form's fields may name an object, as `file_id` or `video[id]`."""
+    """Raises Forbidden if one of a form's fields may name an object, as `file_id` or `video[id]`; BadRequest
+    if one is a field between servers, or may hold one: what it holds is not read."""
     for name in names:
         parts = _FORM_PARTS.split(name)
+        if not _PRIVATE.isdisjoint(parts):
+            raise private_field(name[:MAX_ID])
         if not _FIELDS.isdisjoint(parts) or ("id" in parts and not _OBJECTS.isdisjoint(parts)):
             raise _not_followed(name)
 

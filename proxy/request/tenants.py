@@ -17,6 +17,7 @@ from proxy.core.books import IssuedKey, KeyBook
 from proxy.core.quotas import Quota, TenantLimits, Use
 from proxy.errors import BadRequest
 
+_MOST = 1024  # characters of a client's salt: records, chats and indexes keep it
 _LEFT_OUT = OWN_IDS | HINTS  # fields that make no difference to the answer
 # Fields within other fields are refused: leaving them out would mean to write the outer one anew.
 _NOT_WITHIN = PRIVATE_FIELDS | HINTS
@@ -132,9 +133,9 @@ class Tenants:
         return known if known is not None and hmac.compare_digest(known.digest, digest) else None
 
     def salt(self, tenant: str | None, client_salt: object) -> str | None:
-        """The salt of a request. Raises BadRequest if the client's salt is not a non-empty string."""
-        if client_salt is not None and (not isinstance(client_salt, str) or not client_salt):
-            raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
+        """The salt of a request. Raises BadRequest for a client's salt that is no text, or too long."""
+        if client_salt is not None and not (isinstance(client_salt, str) and 0 < len(client_salt) <= _MOST):
+            raise BadRequest(f"cache_salt must be a text of 1 to {_MOST} characters", param="cache_salt")
         if not self.isolated or tenant is None:
             return client_salt
         own = self._own_salt(tenant)
@@ -153,17 +154,22 @@ class Tenants:
         if not self.isolated or body.is_plain:
             return body
         for name in _private_fields(body):
-            raise BadRequest(
-                f"{name} is a field between servers; kvpin takes it from no client while several "
-                "tenants share the engines",
-                param=name,
-            )
+            raise private_field(name)
         return body.replace(**dict.fromkeys(_LEFT_OUT)) if body.has_any(_LEFT_OUT) else body
 
     def owner(self, salt: str | None) -> str | None:
         """The tenant whose requests run under `salt`, with or without a salt of the client's; None for a salt
         of no tenant."""
         return self._owners.get(salt[:_OWN_LENGTH]) if salt is not None else None
+
+
+def private_field(name: str) -> BadRequest:
+    """The error of a request with that field, where there are several tenants."""
+    return BadRequest(
+        f"{name} is a field between servers; kvpin takes it from no client while several tenants share the "
+        "engines",
+        param=name,
+    )
 
 
 def _private_fields(body: JsonBody) -> Iterator[str]:

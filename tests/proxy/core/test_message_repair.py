@@ -75,6 +75,8 @@ def now(fields, repairs):
          [said("user"), said("assistant"), said("user", marked("B")), said("assistant")]),
         (SYSTEMS, [said("user"), said("assistant"), said("system", "B")],
          [said("user"), said("assistant"), said("user", marked("B"))]),
+        (SYSTEMS, [said("user"), called("1"), said("system", "B"), result("1")],
+         [said("user"), called("1"), result("1", f"{marked('B')}\n\n7")]),
         (SYSTEMS, [said("user"), called(), result("1"), said("system", "B")],
          [said("user"), called(), result("1", f"7\n\n{marked('B')}")]),
         (SYSTEMS, [said("user", [text("A"), IMAGE]), said("system", [text("B"), text("C")])],

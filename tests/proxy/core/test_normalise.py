@@ -112,6 +112,27 @@ def test_schemas_are_sorted_and_mean_the_same():
     assert json.dumps(one) == json.dumps(other)
     assert one["tools"][0]["function"]["parameters"]["properties"]["a"]["enum"] == ["b", "a"]
     assert list(one["tools"][0]["function"]["parameters"]) == ["anyOf", "properties", "required"]
+    data = {"required": ["b", "a"], "z": 1}
+    named = {
+        "default": {"required": ["b", "a"]},
+        "required": {"default": data},
+        "properties": {"enum": [data]},
+    }
+    kept = changed(
+        {
+            "tools": [
+                tool() | {"function": {"name": "f", "parameters": {"properties": named, "default": data}}}
+            ]
+        },
+        Rule.SCHEMAS_SORTED,
+    )["tools"][0]["function"]["parameters"]
+    assert (
+        json.dumps(kept["default"])
+        == json.dumps(kept["properties"]["required"]["default"])
+        == json.dumps(data)
+    )
+    assert kept["properties"]["default"] == {"required": ["a", "b"]}
+    assert json.dumps(kept["properties"]["properties"]["enum"]) == json.dumps([data])
     claude = [{"name": "f", "input_schema": {"b": 1, "a": 2}}]
     assert json.dumps(changed({"tools": claude}, Rule.SCHEMAS_SORTED)["tools"][0]["input_schema"]) == (
         '{"a": 2, "b": 1}'

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from array import array
 
 import msgspec
@@ -79,6 +80,11 @@ async def test_one_token_off_costs_one_form(check, info_of, engine, is_off, form
     assert ", the engine 0" in exactness.detail
 
 
+def called(text):
+    function = {"name": "f", "arguments": json.dumps({"text": text})}
+    return {"tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(builder, engine):
     mark = min(engine.tokenizer.special_tokens)
     engine.alter = lambda path, body, ids: [0, *ids] if mark in body.raw.decode() else ids
@@ -88,6 +94,11 @@ async def test_special_tokens_are_looked_for_where_engines_read_them_otherwise(b
     for content, source in ((f"x {mark}", "engine"), (parts, "engine"), ("x", "local"), ([], "engine")):
         body = chat(messages=[{"role": "user", "content": content}])
         assert (await builder.build(CHAT, body, salt=None)).source == source, content
+    for said in ({"reasoning_content": mark}, called(mark), called("\\u003c")):
+        body = chat(messages=[HELLO, {"role": "assistant", "content": "", **said}, HELLO])
+        assert (await builder.build(CHAT, body, salt=None)).source == "engine", said
+    body = JsonBody(b'{"prompt": "x"}')  # it reads completions otherwise, too
+    assert (await builder.build("/v1/completions", body, salt=None)).source == "engine"
 
 
 async def test_a_form_that_the_engine_refuses_is_asked_of_it(builder, engine):

@@ -243,6 +243,15 @@ async def test_a_form_names_nothing(client, proxy, engine, field):
     assert not engine.seen
 
 
+@pytest.mark.parametrize("field", ["vllm_xargs", "kv_transfer_params[a]", "request_id", "priority"])
+async def test_a_form_has_no_field_between_servers(client, engine, field):
+    form = {"file": ("x.txt", b"x"), field: (None, '{"kv_transfer_params": "x"}')}
+    answer = await client.post("/v1/audio/transcriptions", files=form, headers=KEYS["a"])
+    assert is_openai_error(answer, 400, param=field)
+    assert "is a field between servers" in answer.text
+    assert not engine.seen
+
+
 @pytest.mark.parametrize("aliases", [{}, {"alias": "m"}], ids=["passed on as it comes", "read whole"])
 async def test_a_form_that_only_holds_such_a_word_passes(client, proxy, engine, aliases):
     proxy.fleet.aliases = aliases

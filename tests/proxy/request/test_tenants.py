@@ -49,7 +49,7 @@ def test_a_client_cannot_ask_for_anothers_salt():
 
 
 @pytest.mark.parametrize("tenants", [NONE, TWO])
-@pytest.mark.parametrize("salt", ["", 0, 1, False, [], {}])
+@pytest.mark.parametrize("salt", ["", 0, 1, False, [], {}, "x" * 1025])
 def test_a_salt_is_a_string_with_something_in_it(tenants, salt):
     with pytest.raises(BadRequest) as refused:
         tenants.salt("alice", salt)

@@ -2,6 +2,13 @@
 {{ .Release.Name | trunc 50 | trimSuffix "-" }}
 {{- end }}
 
+{{- define "kvpin.scheme" -}}
+{{- if dig "tls" "client_ca" "" .Values.settings }}
+{{- fail "settings.tls.client_ca: the kubelet's probes have no certificate; ask for clients' at the ingress" }}
+{{- end }}
+{{- ternary "https" "http" (hasKey .Values.settings "tls") }}
+{{- end }}
+
 {{- define "kvpin.selector" -}}
 app.kubernetes.io/name: kvpin
 app.kubernetes.io/instance: {{ .Release.Name }}
