@@ -272,11 +272,11 @@ class Reply:
 
     def end(self, chunk: bytes = b"") -> None:
         """Ends the answer without waiting for the client. An answer that has ended stays as it is."""
+        if not self._is_over:
+            self._writer.finish(chunk)  # it may fail: then nothing of a whole answer was sent
+            self._is_over, self.has_written = True, self.has_written or bool(chunk)
         if not self.complete:
             self._note_end()
-        if not self._is_over:
-            self._is_over, self.has_written = True, self.has_written or bool(chunk)
-            self._writer.finish(chunk)
 
     def break_off(self, error: Exception, request_id: str) -> None:
         """Tells the client that its stream broke off, without waiting for it. Leaves out the end of the body:

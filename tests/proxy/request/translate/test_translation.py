@@ -176,6 +176,25 @@ async def test_errors_of_kvpin_are_anthropics(client, content, status, kind):
     assert error["request_id"] == answer.headers["request-id"]
 
 
+@pytest.mark.parametrize("route", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("content", "usage"), [([{"type": "text", "text": "hi"}], {}), ("hi", {"prompt_tokens": None})]
+)
+async def test_an_answer_that_cannot_be_translated_is_a_502(engine, client, route, stream, content, usage):
+    """It is no stream that another engine could go on with, also where one was asked for."""
+    client.proxy.add(FakeAdapter("b", "http://127.0.0.1:1", AS_CHATS))
+    chat = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}], "usage": usage}
+    engine.script = sends(chat)
+    answer = await ask(client, route, stream=stream, temperature=0)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        502,
+        "the engine's answer is not that of a chat",
+    )
+    record = client.proxy.last
+    assert (record.status, record.cause, record.attempts) == (502, "engine_garbled", ["a"])
+
+
 async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
     """The chat's first message is the system prompt."""
     error = {"message": "messages[1].content[0] has type 'image_url'", "param": "max_tokens"}
