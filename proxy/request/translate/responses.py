@@ -216,6 +216,7 @@ def _tool(tool: Any, number: int, path: str, space: str | None = None) -> _Tool:
     match tool:
         case {"type": "function" | "custom", "name": str(name)} if name:
             own = tool if space is None else {**tool, "namespace": space}
+            _checked(own.get("namespace"), f"{path}.namespace", str)
             return _Tool(own, number, path, flat_name(own))
         case {"type": str(kind)} if kind not in (*_CALLED, "namespace"):
             return _Tool(tool, number, path)

@@ -92,6 +92,7 @@ class TestRequests:
             ({"tools": {}}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0]"),
             ({"tools": [1]}, "tools[0]"),
+            ({"tools": [TOOL | {"namespace": {}}], "tool_choice": ALLOWED}, "tools[0].namespace"),
             ({"tools": [SPACE | {"tools": [7]}]}, "tools[0].tools[0]"),
             ({"tools": [SPACE | {"tools": [{"type": "function"}]}]}, "tools[0].tools[0]"),
             ({"tools": [TOOL, TOOL]}, "tools[1]"),
