@@ -165,6 +165,8 @@ class TestStream:
             ({"code": "time_limit"}, "timeout_error"),
             ({"code": "overloaded"}, "overloaded_error"),
             ({"code": 7}, "api_error"),
+            ({"type": "overloaded_error"}, "overloaded_error"),
+            ({"type": "timeout_error"}, "timeout_error"),
         ],
     )
     def test_a_code_decides_the_type_of_an_error(self, error, kind):

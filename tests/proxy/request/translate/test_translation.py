@@ -9,11 +9,12 @@ import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.types import MESSAGES_ROUTES, RESPONSES_ROUTES
+from proxy.core.life import Rules
 from proxy.request.translate import MessageTranslation, ResponseStore, ResponseTranslation
 from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
 from tests.proxy.request.translate.test_messages import chunk, events_of
-from tests.scripts import dies, sends, streams
+from tests.scripts import dies, hangs, sends, streams
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SAID = [{"role": "user", "content": "Hi"}]
@@ -203,6 +204,20 @@ async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
     answer = await ask(client, system="Be brief.", messages=[{"role": "user", "content": [picture]}])
     assert answer.json()["error"]["message"] == "messages[0].content[0] has type 'image'"
     assert is_openai_error(await ask(client, RESPONSES), 400, param="max_output_tokens")
+
+
+async def test_an_error_of_kvpins_in_mid_stream_has_the_type_of_its_status(engine):
+    engine.script, got = hangs(X), b""
+    adapter, rules = FakeAdapter("a", engine.url, AS_CHATS), Rules(total_s=0.2)
+    async with (
+        proxy_over(adapter, rules=rules) as proxy,
+        client_of(proxy) as client,
+        client.stream("POST", MESSAGES, json={**BODIES[MESSAGES], "stream": True}) as answer,
+    ):
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+            async for part in answer.aiter_bytes():
+                got += part
+    assert events_of(got)[-1]["error"]["type"] == "timeout_error"
 
 
 @pytest.fixture
