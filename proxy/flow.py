@@ -28,7 +28,16 @@ from engine_adapter import Capability, EngineLate, EngineLost, JsonBody, NotSupp
 from proxy.core.life import Cause, RetryBudget, Rules
 from proxy.core.placement.decision import Candidate, Placement
 from proxy.core.placement.scores import TIE_S
-from proxy.errors import ANSWERED, ModelRefused, Overloaded, TimeLimit, TooLong, message_of, status_of
+from proxy.errors import (
+    ANSWERED,
+    ModelRefused,
+    Overloaded,
+    TimeLimit,
+    TooLong,
+    cause_of,
+    message_of,
+    status_of,
+)
 from proxy.fleet.engine import TOKENS_PER_BLOCK
 from proxy.fleet.fleet import Fleet
 from proxy.request.calls import Call, Reply
@@ -95,6 +104,7 @@ class Flow:
             await self._live(Request(call, reply, record, admitted, self.rules, self.budget))
         except ANSWERED as error:
             record.status, record.error = status_of(error), message_of(error)
+            record.cause = record.cause or cause_of(error)  # it has one if its life had begun
             if isinstance(error, ModelRefused):
                 record.refusal = error.refusal
             raise

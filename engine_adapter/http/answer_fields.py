@@ -44,7 +44,8 @@ _BEFORE_ROW = re.compile(r"([^\n]+?) at row \d+, column \d+:\n")
 _STATUSES = {
     "invalid_request_error": 400, "BadRequestError": 400, "authentication_error": 401,
     "permission_error": 403, "not_found_error": 404, "NotFoundError": 404, "request_too_large": 413,
-    "rate_limit_error": 429, "rate_limit_exceeded": 429, "overloaded_error": 529,
+    "rate_limit_error": 429, "rate_limit_exceeded": 429, "timeout_error": 504,
+    "overloaded_error": 529,
 }  # fmt: skip
 _ERRORS = range(400, 600)
 # An event of a stream that tells an error: it begins so, or its type says so. The text of an answer cannot

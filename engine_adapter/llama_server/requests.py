@@ -249,6 +249,8 @@ class SlotsAnswer(AnswerReader):
 
     @override
     def feed(self, chunk: bytes) -> bytes:
+        if not chunk:  # the answer to HEAD
+            return chunk
         try:
             slots = msgspec.json.decode(chunk, type=list[dict[str, Any]])
         except UNREADABLE as error:

@@ -84,6 +84,7 @@ from proxy.request.records import RequestRecord
 from proxy.request.stages import with_limits
 from proxy.request.tenants import ApiKey, Tenants
 from proxy.request.translate import ResponseStore
+from proxy.request.translate.responses_store import MAX_ID
 from proxy.request.translate.wording import dialect_of
 
 log = structlog.get_logger(__name__)
@@ -276,7 +277,7 @@ class DataPlane:
         """Serves a request on an engine, or passes it on to the kvpin that keeps the named response."""
         to_keeper = None if exchange.is_from_peer else self.to_keeper
         named = response_of(call) if to_keeper is not None else None
-        if to_keeper is None or named is None or self._keeps(call.tenant, named.id):
+        if to_keeper is None or named is None or len(named.id) > MAX_ID or self._keeps(call.tenant, named.id):
             return self._at_engine(call, exchange, reply, admitted)
         here = partial(self._at_engine, call, exchange, reply, admitted)
         return to_keeper.serve(named.id, call, exchange, reply, here, self.flow.rules.all_placed_s)

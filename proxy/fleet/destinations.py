@@ -16,7 +16,6 @@ from proxy.fleet.pool import Pool
 from proxy.request.calls import Call
 from proxy.request.known_routes import (
     CONTINUING,
-    MAX_ID,
     Home,
     NamedResponse,
     ResponseHomes,
@@ -26,6 +25,7 @@ from proxy.request.known_routes import (
     response_of,
 )
 from proxy.request.translate import RESPONSES_PATH, may_name_more
+from proxy.request.translate.responses_store import MAX_ID
 
 # --- roles ----------------------------------------------------------------------------------------------
 # What keeps a pool's engines from passing KV to each other, serving requests together, or sharing KV.

@@ -276,6 +276,7 @@ class Exchange:
             raise RuntimeError("the answer is shorter than its content-length")
         if data and not self.left:
             self._connection.transport.write(data)
+        self._chunked, self._left_to_send = False, 0  # what is written now is an error
         self.finished = True
         self._wake()
         self._connection.answered(self)
@@ -302,7 +303,7 @@ class Exchange:
         if self._left_to_send is not None:
             self._left_to_send -= len(chunk)
             if self._left_to_send < 0:
-                raise RuntimeError("the answer is longer than its content-length")
+                raise RuntimeError("the answer goes on after its end")
         return chunk
 
 

@@ -240,13 +240,14 @@ class Reply:
     def put(self, chunk: bytes) -> bool:
         """Sends body bytes. Returns False if the client has to take some before it gets more."""
         self.has_written = True
-        is_usual = chunk[-3:] == _OF_JSON
-        if self.is_events and not (is_usual and self._tail == b"\n") and not self.complete:
-            self._look_for_end(chunk)
-        if is_usual and chunk.find(b"\n") == len(chunk) - 2:  # one event: counting takes three times as long
-            self.events += 1
-        else:
-            self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
+        if self.is_events:
+            is_usual = chunk[-3:] == _OF_JSON
+            if not (is_usual and self._tail == b"\n") and not self.complete:
+                self._look_for_end(chunk)
+            if is_usual and chunk.find(b"\n") == len(chunk) - 2:  # one: counting takes three times as long
+                self.events += 1
+            else:
+                self.events += chunk.count(_EVENT_END) or chunk.count(_EVENT_END_CR)
         self._writer.write(chunk)
         if not self._client.is_full:
             self._ahead = 0
@@ -272,11 +273,11 @@ class Reply:
 
     def end(self, chunk: bytes = b"") -> None:
         """Ends the answer without waiting for the client. An answer that has ended stays as it is."""
+        if not self._is_over:
+            self._writer.finish(chunk)  # it may fail: then nothing of a whole answer was sent
+            self._is_over, self.has_written = True, self.has_written or bool(chunk)
         if not self.complete:
             self._note_end()
-        if not self._is_over:
-            self._is_over, self.has_written = True, self.has_written or bool(chunk)
-            self._writer.finish(chunk)
 
     def break_off(self, error: Exception, request_id: str) -> None:
         """Tells the client that its stream broke off, without waiting for it. Leaves out the end of the body:

@@ -31,6 +31,7 @@ from proxy.request.calls import Call
 from proxy.request.stages import Event, Stage
 from proxy.request.tenants import private_field
 from proxy.request.translate import INPUT_TOKENS_PATH, RESPONSES_PATH
+from proxy.request.translate.responses_store import MAX_ID
 
 # --- objects that engines keep for clients: what several tenants may name, which engine keeps a response ---
 # Engines know no tenants. With several, a route that reaches what engines keep is refused, and so is a field
@@ -59,7 +60,6 @@ _ESCAPED = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
 _PRIVATE = PRIVATE_FIELDS | OWN_IDS | HINTS | {path[0] for path in PRIVATE_WITHIN}
 _FORM_PARTS = re.compile(r"[\[\].']+")
 MAX_HOMES = 10_000  # the most responses whose engines are known, for each tenant
-MAX_ID = 256  # the most characters of an id that is kept, and of a name that an error repeats
 _FAILED = 300
 
 

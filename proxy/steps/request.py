@@ -104,7 +104,9 @@ class Request(Life):
         if has_begun and self.phase is Phase.ANSWERING and cause is not Cause.DIVERGED:
             self.record.interrupted += 1
             self.record.died.append(self.record.attempts[-1])
-        if has_begun and self.passage is not None and not self.reply.complete:
+        if self.reply.complete:  # also with an engine's error: nothing may follow the end
+            self.told = None
+        elif self.reply.is_events and self.passage is not None:
             self.told = self.passage.told(self.cached)
         self.passage = None
         if self.told is not None and self.first is not None:

@@ -108,6 +108,18 @@ class TestB1AMigratedStreamThatOneEngineWouldAnswerOtherwise:
         assert proxy.fleet.engines["b"].state == "ready"  # another answer is no failure of its engine
 
     @pytest.mark.parametrize("path", ASKS)
+    async def test_nothing_follows_an_error_that_ended_the_stream(self, engines, served, path):
+        proxy, client = served
+        a, b, c = engines
+        a.script = dies(*words("The capital"))
+        b.script = streams(*words(FRANCE), event({"error": {"message": "broke", "code": 500}}), DONE)
+        c.script = streams(*whole(FRANCE))
+        got, is_clean = await stream(client, path, ASKS[path])
+        assert (text_of(got), is_clean, b"broke" in got) == (f"{FRANCE} ", True, True)
+        assert (await client.get("/v1/models")).status_code == 200  # on the same connection
+        assert (proxy.last.attempts, proxy.last.cause, c.seen) == (["a", "b"], Cause.ENGINE_REFUSED, [])
+
+    @pytest.mark.parametrize("path", ASKS)
     @pytest.mark.parametrize(
         ("first", "second"),
         [

@@ -706,6 +706,12 @@ class TestDiagnostics:
         assert (await compared_with("resp_1"))["kvpin"]["reason"] == "not_followed"
         assert await compared_with("resp_9") == {"type": "comparison_response_not_found"}
 
+    async def test_a_wrong_field_is_the_clients_fault(self, engine, client):
+        answer = await client.post(CHAT, json=ASK | {"prompt_cache_options": 3}, headers=BY["red"])
+        assert is_openai_error(answer, 400, "invalid_value", "prompt_cache_options")
+        assert (client.proxy.last.status, client.proxy.last.cause, engine.seen) == (400, "invalid", [])
+        assert b'kvpin_request_ends_total{cause="invalid"} 1' in client.proxy.metrics.render()
+
     @pytest.mark.parametrize("fields", [{"metadata": {"a": "b"}}, {"prompt_cache_key": "k"}])
     async def test_a_chat_that_names_the_cache_is_told_what_it_got(self, engine, client, fields):
         engine.script = sends({**self.SAID, "usage": {"prompt_tokens": 50}})

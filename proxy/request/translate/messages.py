@@ -558,7 +558,8 @@ class MessageTranslation(Translation):
         status, message, request_id = 500, BROKEN_OFF, None
         if event is not None:
             error = read_error(event.data)
-            status, message = _STATUSES.get(str(error.code), status), error.message
+            status = _STATUSES.get(str(error.code), error.named_status or status)
+            message = error.message
             request_id = event.read(read_chat).request_id
         error_of = ANTHROPIC.error(status, message, kind="server_error", request_id=request_id)
         return (Event(ANTHROPIC.error_event(error_of)),)

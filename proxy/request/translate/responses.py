@@ -34,7 +34,7 @@ from proxy.request.translate.responses_items import (
     flat_name,
     listed,
 )
-from proxy.request.translate.responses_store import ResponseStore, TenantResponses, Turn
+from proxy.request.translate.responses_store import MAX_ID, ResponseStore, TenantResponses, Turn
 from proxy.request.translate.translation import (
     BROKEN_OFF,
     Chat,
@@ -114,7 +114,7 @@ def _previous(body: JsonBody, shelf: TenantResponses) -> Turn | None:
     stored = shelf.get(name) if isinstance(name, str) else None
     if stored is None:
         raise NotFound(
-            f"Previous response with id {name!r} not found.",
+            f"Previous response with id {str(name)[:MAX_ID]!r} not found.",
             param="previous_response_id",
             code=Code.PREVIOUS_RESPONSE_NOT_FOUND,
         )
@@ -159,7 +159,7 @@ def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Jso
         case {"id": str(item_id), **rest} if rest in ({}, {"type": "item_reference"}, {"type": None}):
             found = shelf.item(item_id)
             if found is None:
-                raise NotFound(f"Item with id {item_id!r} not found.", param=f"{param}.id")
+                raise NotFound(f"Item with id {item_id[:MAX_ID]!r} not found.", param=f"{param}.id")
             room.take(len(found), f"{param}.id")
             room.has_items = True
             named: Json = msgspec.json.decode(found)
@@ -216,6 +216,7 @@ def _tool(tool: Any, number: int, path: str, space: str | None = None) -> _Tool:
     match tool:
         case {"type": "function" | "custom", "name": str(name)} if name:
             own = tool if space is None else {**tool, "namespace": space}
+            _checked(own.get("namespace"), f"{path}.namespace", str)
             return _Tool(own, number, path, flat_name(own))
         case {"type": str(kind)} if kind not in (*_CALLED, "namespace"):
             return _Tool(tool, number, path)

@@ -16,6 +16,8 @@ from threading import RLock
 
 MAX_BYTES = 256 << 20
 """The most that all tenants' responses take."""
+MAX_ID = 256
+"""The most characters of an id that an engine's response is known by, and of a name that an error repeats."""
 IDLE_S = 86_400.0
 """Seconds for which a response is kept that nobody uses."""
 # Bytes that an object takes beside its content, its name in two dictionaries included.

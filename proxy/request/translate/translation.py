@@ -208,6 +208,7 @@ class Translation(Stage, ABC):
     usage: ChatUsage | None = None
     finish: str | None = None
     _begun = _is_garbled = _is_over = False
+    _call_id, _n_calls = "", 0  # of the last call without an index; the number of these
 
     @override
     def event(self, event: Event) -> Iterable[Event]:
@@ -279,7 +280,13 @@ class Translation(Stage, ABC):
 
     def said(self, choice: Choice) -> ChatMessage:
         """What a choice says to the client."""
-        return (not self.prewarms and (choice.message or choice.delta)) or ChatMessage()
+        said = (not self.prewarms and (choice.message or choice.delta)) or ChatMessage()
+        for call in said.tool_calls or () if choice.message is None else ():
+            if call.index is None:  # the engine tells calls apart by their ids alone
+                if call.name and call.id and call.id != self._call_id:
+                    self._call_id, self._n_calls = call.id, self._n_calls + 1
+                call.index = self._n_calls - 1 if self._n_calls else None
+        return said
 
     @abstractmethod
     def whole(self, choice: Choice) -> bytes:

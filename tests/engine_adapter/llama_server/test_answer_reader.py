@@ -349,5 +349,6 @@ def test_slots_show_nothing_of_requests():
     shown = reader.feed(msgspec.json.encode([slot])) + reader.finish()
     assert msgspec.json.decode(shown) == [{"id": 0, "is_processing": False}]
     assert (reader.cached_tokens(), reader.prompt_tokens()) == (None, None)
+    assert reader.feed(b"") == b"", "the answer to HEAD"
     with pytest.raises(EngineUnavailable, match="not a list of slots"):
         reader.feed(b'{"prompt": "secret"}')

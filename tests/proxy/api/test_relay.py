@@ -25,6 +25,7 @@ from proxy.peers import peers
 from proxy.peers.bus import UnixBus
 from proxy.request.calls import Call, Nobody, Reply
 from proxy.request.tenants import ApiKey, Tenants
+from proxy.request.translate.responses_store import MAX_ID
 from tests.fakes import DONE, INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 from tests.proxy.peers.reachable import reachable
 from tests.proxy.peers.world import until
@@ -470,6 +471,18 @@ async def test_another_tenant_cannot_tell_that_it_is_there(many, engine):
     assert is_openai_error(refused, 404, param="previous_response_id")
     assert len(engine.seen) == 1
     assert (await one.get(f"{ROUTE}/{made}", headers=KEYS["a"])).status_code == 200
+
+
+async def test_nobody_is_asked_for_an_id_that_is_longer_than_any(many, monkeypatch):
+    """Its length is that of the body: it would be the address of a request to each kvpin."""
+
+    async def found(*_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(relay.PassedToKeeper, "_find", found)
+    _, (one, *_) = many
+    named = "x" * (MAX_ID + 1)
+    assert is_openai_error(await ask(one, previous_response_id=named), 404, param="previous_response_id")
 
 
 async def test_a_response_of_an_engine_is_found_by_who_got_it(tmp_path, engine):

@@ -59,6 +59,19 @@ def test_head_and_first_chunk_are_one_write_and_each_other_chunk_is_one(connecti
     assert connection.writes == [head + b"3\r\none\r\n", b"3\r\ntwo\r\n", b"0\r\n\r\n"]
 
 
+@pytest.mark.parametrize("is_1_0", [False, True])
+def test_nothing_follows_the_end(connection, is_1_0):
+    """The client would take it for the next answer."""
+    exchange = exchange_on(connection, is_1_0=is_1_0)
+    exchange.start(200, [])
+    exchange.write(b"one")
+    exchange.finish()
+    sent = [*connection.writes]
+    with pytest.raises(RuntimeError, match="after its end"):
+        exchange.write(b"two")
+    assert connection.writes == sent
+
+
 def test_the_length_of_a_body_that_is_not_sent_is_passed_on(connection):
     exchange = exchange_on(connection, "HEAD")
     exchange.start(200, [(b"content-length", b"5")])

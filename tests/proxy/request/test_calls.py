@@ -114,10 +114,17 @@ class TestReply:
 
     @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
     async def test_the_events_of_a_stream_are_counted(self, reply, end):
+        await reply.start(200, [], is_events=True)
         await reply.write(b'data: {"text": "a\\n\\n"}' + end)
         await reply.write(b": note" + end + b"data: [DONE]" + end)
         await reply.write(b"data: {}" + end + b"data: {}" + end)  # short ones, in a piece
         assert reply.events == 5
+
+    async def test_a_file_has_no_events(self, reply):
+        await reply.start(200, [])
+        await reply.write(b"a line\n\nanother one\n\n")
+        await reply.write(b'{"a": "}"}\n\n')
+        assert reply.events == 0
 
     async def test_only_a_full_socket_is_waited_for_and_not_before_much_is_read_ahead(
         self, reply, client, monkeypatch

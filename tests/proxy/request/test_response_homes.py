@@ -7,12 +7,12 @@ import pytest
 from engine_adapter.types import RESPONSES_ROUTES
 from proxy.request.known_routes import (
     MAX_HOMES,
-    MAX_ID,
     Home,
     ResponseHomes,
     ResponseNoter,
     of_lacking,
 )
+from proxy.request.translate.responses_store import MAX_ID
 from tests.fakes import INFO, FakeAdapter, FakeEngine, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
 

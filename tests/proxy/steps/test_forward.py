@@ -4,13 +4,16 @@ import asyncio
 import json
 import socket
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from engine_adapter import EngineUnavailable, Hold
+from engine_adapter.llama_server.options import ROUTES
+from engine_adapter.llama_server.requests import SlotsAnswer
 from proxy.request import calls
-from tests.fakes import ANSWER, ASK, CHAT, DONE, STREAM, client_of, event, post, proxy_over
+from tests.fakes import ANSWER, ASK, CHAT, DONE, INFO, STREAM, client_of, event, post, proxy_over
 from tests.holding import HoldingAdapter, Reader
 from tests.scripts import EVENTS, dies, sends, streams
 
@@ -368,6 +371,19 @@ class TestUsageOfEveryRoute:
         engine.script = streams(event(start), *deltas, end)
         await client.post("/v1/messages", json={"model": "m", "messages": [], "stream": True})
         assert (proxy.last.reported_tokens, proxy.last.output_tokens) == (7, 50)
+
+
+async def test_the_head_of_a_llama_servers_slots_is_no_failure(engine):
+    async def slots(exchange):
+        await exchange.send(b"", headers=[("content-type", "application/json")])
+
+    engine.script = slots
+    info = replace(INFO, routes=ROUTES)
+    adapter = HoldingAdapter(engine, lambda body: Hold(body, answer=SlotsAnswer()), info=info)
+    async with proxy_over(adapter) as proxy, client_of(proxy) as client:
+        answer = await client.head("/slots")
+        assert (answer.status_code, engine.seen[0].method) == (200, "HEAD")
+        assert (proxy.last.error, proxy.fleet.engines["a"].state) == (None, "ready")
 
 
 async def test_a_hold_that_is_lost_is_not_sent(engine):

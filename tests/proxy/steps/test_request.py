@@ -61,7 +61,7 @@ async def test_a_stream_goes_on_only_where_engines_make_the_prompt_with_which_it
     made.entered(0.0)
     made.began(0.0)
     made.ready = (mine, other)[begun]
-    made.reply.started = True
+    made.reply.started = made.reply.is_events = True
     resumption = Resumption(array("i", [7, 8]), {"answer_token_ids": [7, 8]})
     told = SentStream("embedded", {}, True, (), resumption, None)
     made.passage = SimpleNamespace(told=lambda _cached: told)

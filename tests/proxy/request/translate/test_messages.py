@@ -54,6 +54,18 @@ def brief(event):
     return kind, event.get("index"), given.get("stop_reason", last) if "index" not in event else last
 
 
+def of_calls_by_id(*, is_whole):
+    """Chunks of two calls that only have ids, each `is_whole` or in pieces."""
+    for name in ("c1", "c2"):
+        if is_whole:
+            yield chunk({"tool_calls": [CALL | {"id": name}]})
+        else:
+            yield chunk({"tool_calls": [{"id": name, "function": {"name": "tide", "arguments": ""}}]})
+            for part in ('{"port": ', '"Brest"}'):
+                yield chunk({"tool_calls": [{"function": {"arguments": part}}]})
+    yield chunk(finish="tool_calls")
+
+
 class TestWhole:
     @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
     def test_thoughts_text_and_calls(self, name):
@@ -159,12 +171,22 @@ class TestStream:
         counted = nothing | {"input_tokens": 8, "cache_read_input_tokens": 32, "output_tokens": 2}
         assert events[-2]["usage"] == counted
 
+    @pytest.mark.parametrize("is_whole", [True, False])
+    def test_calls_without_an_index_are_told_apart_by_their_ids(self, is_whole):
+        events = streamed(*of_calls_by_id(is_whole=is_whole))
+        calls = [each["content_block"]["id"] for each in events if each["type"] == "content_block_start"]
+        given = [each["delta"]["partial_json"] for each in events if each["type"] == "content_block_delta"]
+        assert (calls, "".join(given)) == (["c1", "c2"], '{"port": "Brest"}{"port": "Brest"}')
+        assert {each["index"] for each in events if "index" in each} == {0, 1}
+
     @pytest.mark.parametrize(
         ("error", "kind"),
         [
             ({"code": "time_limit"}, "timeout_error"),
             ({"code": "overloaded"}, "overloaded_error"),
             ({"code": 7}, "api_error"),
+            ({"type": "overloaded_error"}, "overloaded_error"),
+            ({"type": "timeout_error"}, "timeout_error"),
         ],
     )
     def test_a_code_decides_the_type_of_an_error(self, error, kind):

@@ -14,6 +14,7 @@ from tests.proxy.request.translate.response_world import (
     streamed,
     translation,
 )
+from tests.proxy.request.translate.test_messages import of_calls_by_id
 
 
 class TestAnswers:
@@ -136,6 +137,12 @@ class TestStreams:
         assert (tide["name"], tide["arguments"], patch["input"]) == ("tide", "{}", "x")
         inputs = [each for each in events if each["type"].endswith("custom_tool_call_input.delta")]
         assert [each["delta"] for each in inputs] == ["x"]
+
+    @pytest.mark.parametrize("is_whole", [True, False])
+    def test_calls_without_an_index_are_told_apart_by_their_ids(self, is_whole):
+        events = events_from(translation(tools=[TOOL]), *of_calls_by_id(is_whole=is_whole))
+        given = [(item["call_id"], item["arguments"]) for item in events[-1]["response"]["output"]]
+        assert given == [("c1", '{"port": "Brest"}'), ("c2", '{"port": "Brest"}')]
 
     def test_a_refusal(self):
         events = streamed(translation(), {"refusal": "No."})

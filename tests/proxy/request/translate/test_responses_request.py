@@ -8,10 +8,11 @@ import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.off_loop import MOST_MS, off_loop
-from proxy.errors import BadRequest
+from proxy.errors import BadRequest, NotFound
 from proxy.request.translate import ResponseStore, ResponseTranslation, responses
 from proxy.request.translate.responses import may_name_more
 from proxy.request.translate.responses_items import Messages, custom_input, listed, sealed
+from proxy.request.translate.responses_store import MAX_ID
 from tests.proxy.request.translate.response_world import (
     FUNCTION,
     KEYS,
@@ -92,6 +93,7 @@ class TestRequests:
             ({"tools": {}}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0]"),
             ({"tools": [1]}, "tools[0]"),
+            ({"tools": [TOOL | {"namespace": {}}], "tool_choice": ALLOWED}, "tools[0].namespace"),
             ({"tools": [SPACE | {"tools": [7]}]}, "tools[0].tools[0]"),
             ({"tools": [SPACE | {"tools": [{"type": "function"}]}]}, "tools[0].tools[0]"),
             ({"tools": [TOOL, TOOL]}, "tools[1]"),
@@ -171,6 +173,14 @@ def test_what_is_named_many_times_has_a_limit(monkeypatch):
     with pytest.raises(BadRequest) as caught:
         translation(store=store, previous_response_id=name)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("fields", [{"previous_response_id": "x" * 999}, {"input": [{"id": "x" * 999}]}])
+def test_an_error_repeats_the_beginning_of_a_long_id(fields):
+    with pytest.raises(NotFound) as caught:
+        translation(**fields)
+    assert "x" * MAX_ID in str(caught.value)
+    assert len(str(caught.value)) < MAX_ID + 60
 
 
 @pytest.mark.parametrize(

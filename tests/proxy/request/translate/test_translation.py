@@ -9,11 +9,12 @@ import pytest
 
 from engine_adapter import JsonBody
 from engine_adapter.types import MESSAGES_ROUTES, RESPONSES_ROUTES
+from proxy.core.life import Rules
 from proxy.request.translate import MessageTranslation, ResponseStore, ResponseTranslation
 from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, event, is_openai_error, proxy_over
 from tests.proxy.request.passing import passed
 from tests.proxy.request.translate.test_messages import chunk, events_of
-from tests.scripts import dies, sends, streams
+from tests.scripts import dies, hangs, sends, streams
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SAID = [{"role": "user", "content": "Hi"}]
@@ -176,6 +177,25 @@ async def test_errors_of_kvpin_are_anthropics(client, content, status, kind):
     assert error["request_id"] == answer.headers["request-id"]
 
 
+@pytest.mark.parametrize("route", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("content", "usage"), [([{"type": "text", "text": "hi"}], {}), ("hi", {"prompt_tokens": None})]
+)
+async def test_an_answer_that_cannot_be_translated_is_a_502(engine, client, route, stream, content, usage):
+    """It is no stream that another engine could go on with, also where one was asked for."""
+    client.proxy.add(FakeAdapter("b", "http://127.0.0.1:1", AS_CHATS))
+    chat = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}], "usage": usage}
+    engine.script = sends(chat)
+    answer = await ask(client, route, stream=stream, temperature=0)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        502,
+        "the engine's answer is not that of a chat",
+    )
+    record = client.proxy.last
+    assert (record.status, record.cause, record.attempts) == (502, "engine_garbled", ["a"])
+
+
 async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
     """The chat's first message is the system prompt."""
     error = {"message": "messages[1].content[0] has type 'image_url'", "param": "max_tokens"}
@@ -184,6 +204,20 @@ async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
     answer = await ask(client, system="Be brief.", messages=[{"role": "user", "content": [picture]}])
     assert answer.json()["error"]["message"] == "messages[0].content[0] has type 'image'"
     assert is_openai_error(await ask(client, RESPONSES), 400, param="max_output_tokens")
+
+
+async def test_an_error_of_kvpins_in_mid_stream_has_the_type_of_its_status(engine):
+    engine.script, got = hangs(X), b""
+    adapter, rules = FakeAdapter("a", engine.url, AS_CHATS), Rules(total_s=0.2)
+    async with (
+        proxy_over(adapter, rules=rules) as proxy,
+        client_of(proxy) as client,
+        client.stream("POST", MESSAGES, json={**BODIES[MESSAGES], "stream": True}) as answer,
+    ):
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: PT012 - the loop is what breaks
+            async for part in answer.aiter_bytes():
+                got += part
+    assert events_of(got)[-1]["error"]["type"] == "timeout_error"
 
 
 @pytest.fixture
