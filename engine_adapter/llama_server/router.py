@@ -125,8 +125,9 @@ class ServerClient(ControlClient):
             name = quote(self.model, safe="")
             path = f"{path}{'&' if '?' in path else '?'}autoload=false&model={name}"
             if content is not None:
-                named = b'{"model":' + msgspec.json.encode(self.model)
-                content = named + (b"," if content != b"{}" else b"") + content[1:]
+                fields = content.lstrip()[1:].lstrip()
+                comma = b"" if fields.startswith(b"}") else b","
+                content = b'{"model":' + msgspec.json.encode(self.model) + comma + fields
         async with self._tokenising if path.startswith(_TOKENISING) else nullcontext():
             return await super().fetch(method, path, content, *rest, **more)
 
