@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from asyncio import CancelledError, Lock
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from engine_adapter.http.adapter import read_models
 from engine_adapter.http.prepare import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.command import FLAG_ALONE
-from engine_adapter.llama_server.discovery import MOVES, discover, findings_of
+from engine_adapter.llama_server.discovery import MOVES, ServerFacts, discover, findings_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.options import (
     LOAD,
@@ -50,7 +50,7 @@ from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerLock
-from engine_adapter.llama_server.session import Probed, ServerSession, absent, info_of
+from engine_adapter.llama_server.session import ServerSession, absent, info_of
 from engine_adapter.llama_server.slot_io import Pulse, read_pulse, tokenize
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.options import READ
@@ -107,7 +107,8 @@ class LlamaServerAdapter(EngineAdapter):
         self._router: Router | None = None
         self._known: EngineInfo | None = None  # as of its last session
         self._told: EngineInfo | None = None  # by `connect`
-        self._probed: Probed | None = None  # likewise
+        self._latest: dict[Hashable, ServerSession] = {}  # its latest session, by `_alike`
+        self._flags: tuple[str, ...] | None = None  # of a router's model, when `_known` was begun
         self._is_too_slow = False  # for the probe
         self._pulse = Pulse()  # as it was told last, where there are no managed slots
         self._connecting = Lock()
@@ -165,13 +166,14 @@ class LlamaServerAdapter(EngineAdapter):
             return
         await router.refresh()
         self._control.model = name
-        if name is not None and self._known is None:
+        flags = router.flags(name or "")
+        if name is not None and (self._known is None or flags not in (None, self._flags)):
             # Each model of the router has a lock of its own.
             self._lock.free()
             self._lock = ServerLock(self._directory, self._place.url)
             self._find_directory(router.model(name))
             keeps_none = router.model(name).flag("--cache-ram") == "0"
-            self._known = absent(name, self._place.url, {}, keeps_none=keeps_none)
+            self._flags, self._known = flags, absent(name, self._place.url, {}, keeps_none=keeps_none)
 
     @property
     def _place(self) -> LlamaServerSpec:
@@ -223,13 +225,14 @@ class LlamaServerAdapter(EngineAdapter):
         facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self.end_session(farewell=False)
-            told = self._probed if self._router is not None else None
+            alike = self._alike(facts)
+            latest = self._latest.get(alike) if alike else None
             session = ServerSession(
                 self._place,
                 self._control,
                 facts,
                 may_try=self.may_try,
-                told=told,
+                told=latest.probed if latest is not None else None,
                 is_too_slow=self._is_too_slow,
                 rates=self._rates,
             )
@@ -238,10 +241,17 @@ class LlamaServerAdapter(EngineAdapter):
             except CancelledError:
                 self._is_too_slow = session.is_probing  # the next time it is used as it is
                 raise
-            self._session, self._probed = session, session.probed
+            self._session, self._latest = session, {alike: session}
             if session.scheduler is not None:
                 for entry in session.scheduler.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
+
+    def _alike(self, facts: ServerFacts) -> Hashable:
+        """A key of the processes that one probe tells of, empty if it cannot be named. A router's model with
+        the same file and flags has processes that are alike; of any other server, there is this one."""
+        if self._router is None:
+            return facts.instance and facts.identity
+        return facts.fingerprint, self._router.flags(self.spec.model or "")
 
     def _info(self) -> EngineInfo:
         """The facts about the server. While its model is not in memory, those of the last time."""

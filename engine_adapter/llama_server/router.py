@@ -197,6 +197,14 @@ class Router:
             raise EngineSpecError(f"the router has no model {name!r}; it has {known}")
         return self._models[name]
 
+    def flags(self, name: str) -> tuple[str, ...] | None:
+        """The command line of each process of a model, without its port; None if there is no such model."""
+        if name not in self._models:
+            return None
+        args = self._models[name].status.args
+        at = args.index("--port") if "--port" in args else len(args)
+        return (*args[:at], *args[at + 2 :])
+
     def state(self, name: str) -> ModelState:
         """The state of a model. One that the router no longer has is unloaded, and one that it is ending. One
         that is not to be tried again yet has failed, whatever the router calls it."""
