@@ -141,12 +141,12 @@ class LlamaServerAdapter(EngineAdapter):
                 self._lock.take()
             name = self._control.model
             if self.model_state is None:
-                await self._take_up()
+                await self._take_up(is_check=True)
             elif (
                 self._router and name and self._router.is_open(name) and self.model_state is ModelState.LOADED
             ):
                 with self._router.keeping(name):
-                    await self._take_up()
+                    await self._take_up(is_check=True)
             self._told = self._info()
             return self._told
 
@@ -216,8 +216,9 @@ class LlamaServerAdapter(EngineAdapter):
         else:
             self._lock = lock
 
-    async def _take_up(self) -> None:
-        """Begins the session of the process that answers, unless it has begun."""
+    async def _take_up(self, *, is_check: bool = False) -> None:
+        """Begins the session of the process that answers, unless it has begun. A check is cancelled when its
+        time is over, a request when its client leaves."""
         session = self._session
         if session is not None and await session.is_busy_moving():
             return
@@ -239,7 +240,8 @@ class LlamaServerAdapter(EngineAdapter):
             try:
                 await session.begin(self._registry, self._mirror)
             except CancelledError:
-                self._is_too_slow = session.is_probing  # the next time it is used as it is
+                if is_check:
+                    self._is_too_slow = session.is_probing  # the next time it is used as it is
                 raise
             self._session, self._latest = session, {alike: session}
             if session.scheduler is not None:

@@ -21,6 +21,7 @@ from engine_adapter import (
     NotSupported,
 )
 from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server import session as session_module
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
 from tests.llama import running_llama_router
@@ -214,3 +215,24 @@ class TestRoutersModel:
                         assert (Capability.CACHE_SALT in info.capabilities) == (ram == "0")
                         await world.ask(prompt_of(1), salt="a", model="m")
                     assert world.adapter._session.facts.ram_cache == (ram != "0")
+
+    async def test_a_client_that_leaves_in_mid_probe_says_nothing_of_its_speed(
+        self, tmp_path, models, save_dir, monkeypatch
+    ):
+        began = asyncio.Event()
+
+        async def never(*_, **__):
+            began.set()
+            await asyncio.Event().wait()
+
+        with running_llama_router(tmp_path / "log", models, save_dir=save_dir) as router:
+            async with slot_world(router.url, host_cache_dir=str(save_dir), model="m") as world:
+                with monkeypatch.context() as slowly:
+                    slowly.setattr(session_module, "probe", never)
+                    leaves = asyncio.create_task(world.ask(prompt_of(1), model="m"))
+                    await began.wait()
+                    leaves.cancel()
+                    await asyncio.wait([leaves])
+                await world.ask(prompt_of(1), model="m")
+                assert Capability.CACHE_SALT in (await world.adapter.connect()).capabilities
+                assert world.adapter.findings() == ()
