@@ -289,12 +289,14 @@ class LlamaServerAdapter(EngineAdapter):
             if session is not None and self._session is not session:
                 return EngineLoad(running=0, waiting=0, counted=False)  # it was unloaded meanwhile
             raise
-        if session is None:
-            # A model in memory is met, so that its first request finds its tokenizer.
-            is_there = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
-            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_there or self._is_outdated)
-        if scheduler is None:
-            return EngineLoad(running=0, waiting=0, counted=False, outdated=self._is_outdated)
+        if session is None or scheduler is None:
+            # A model in memory is met, so that its first request finds its tokenizer, and again to be probed.
+            is_new = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
+            if is_new and session is not None:
+                is_new = await session.can_be_probed() and self._session is session
+                if is_new:
+                    await self.end_session(farewell=False)
+            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new or self._is_outdated)
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):
             await scheduler.reconcile()

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 from msgspec import structs
 
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server.checkpoints import UNPROBED
 from engine_adapter.llama_server.contents import SlotContents
@@ -150,7 +150,7 @@ class ServerSession:
     def probed(self) -> Probed | None:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
-        if not self._has_files or facts.ram_cache is None:
+        if facts.ram_cache is None or not (self._has_files or facts.is_unified):
             return None
         return Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
 
@@ -161,16 +161,29 @@ class ServerSession:
             return False
         return (await read_pulse(self._control)).instance == instance
 
+    @property
+    def _lacks_probe(self) -> bool:
+        is_open = self.facts.has_slots and self.facts.ram_cache is None
+        return is_open and self.may_try and not self.is_too_slow
+
+    async def can_be_probed(self) -> bool:
+        """True if the server was too busy to be probed when kvpin connected, and does nothing now."""
+        return self._lacks_probe and not any(state.is_processing for state in await read_slots(self._control))
+
     async def try_out(self) -> None:
-        """Probes a server that was too busy for it when kvpin connected."""
+        """Probes a server that was too busy for it before. Raises EngineUnavailable if its slots turn out to
+        share one pool."""
         scheduler = self.scheduler
-        if scheduler is None or not self._may_probe or self.facts.ram_cache is not None:
+        if scheduler is None:
             return
         idle = scheduler.contents.table.idle()
-        if idle and not scheduler.streams and not scheduler.waiting:
+        if self._lacks_probe and idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
             work = partial(self._try_out_on, scheduler.contents)
             await scheduler.take(slot.id, SlotOperation.FOREIGN, work)
+        if self.facts.is_unified:
+            scheduler.is_lost = True
+            raise EngineUnavailable("its slots share one KV pool, as the probe shows only now")
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
         contents.mark_unknown(slot, None)
@@ -189,7 +202,7 @@ class ServerSession:
                 self.facts = replace(
                     self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified, kind=told.memory
                 )
-            elif self._may_probe and not any(state.is_processing for state in states):
+            elif self._lacks_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
@@ -227,10 +240,6 @@ class ServerSession:
                 # Log a bug in it, and let nothing else fail.
                 log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)
                 await asyncio.sleep(1.0)
-
-    @property
-    def _may_probe(self) -> bool:
-        return self.may_try and not self.is_too_slow
 
     async def _probe(self, slot_id: int) -> None:
         self.is_probing = True

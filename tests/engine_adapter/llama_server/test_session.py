@@ -107,20 +107,61 @@ async def test_a_directory_that_cannot_be_used_is_told(server, tmp_path):
         assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
 
 
-async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
-    control = control_of(server.url)
-    body = {"prompt": list(prompt_of(1)), "n_predict": 300, "ignore_eos": True, "id_slot": 1}
+@asynccontextmanager
+async def busy(control):
+    """While this lasts, the server computes a long answer."""
+    body = {"prompt": list(prompt_of(1)), "n_predict": 900, "ignore_eos": True, "id_slot": 1}
     running = asyncio.create_task(control.call("POST", "/completion", json=body))
     while not any(slot.is_processing for slot in await read_slots(control)):  # noqa: ASYNC110 - it starts
         await asyncio.sleep(0)
-    session = await begun()
-    assert session.facts.ram_cache is None
-    assert not session.facts.keeps_none_itself
-    await running
+    yield
+    assert not running.done()
+    running.cancel()
+    while any(slot.is_processing for slot in await read_slots(control)):  # noqa: ASYNC110 - it ends
+        await asyncio.sleep(0)
+
+
+async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
+    async with busy(control_of(server.url)):
+        session = await begun()
+        assert session.facts.ram_cache is None
+        assert not session.facts.keeps_none_itself
+    await session.scheduler.settled()
     await session.try_out()
     assert session.facts.keeps_none_itself
     assert session.scheduler.contents.table.violations == 0
     await session.try_out()  # again is nothing
+
+
+@pytest.mark.parametrize("saves", [True, False])
+async def test_a_pool_that_a_late_probe_finds_is_left_to_the_server(start_llama, save_dir, control_of, saves):
+    server = start_llama("-kvu", slots=2, ctx=1024, save_dir=save_dir)
+    told, control = {"host_cache_dir": str(save_dir)} if saves else {}, control_of(server.url)
+    async with AsyncExitStack() as stack:
+        async with busy(control):
+            world = await stack.enter_async_context(slot_world(server.url, **told))
+            assert Capability.PIN in world.adapter.capabilities
+        await world.until_idle()
+        with pytest.raises(EngineUnavailable, match="share one KV pool"):
+            await world.adapter.load()
+        async with busy(control):  # what was found is known
+            assert Capability.PIN not in (await world.adapter.connect()).capabilities
+        assert "-no-kvu -np 2" in " ".join(map(str, world.adapter.findings()))
+
+
+async def test_slots_that_may_share_a_pool_are_managed_once_a_late_probe_has_shown_that_they_do_not(
+    start_llama, save_dir, control_of
+):
+    """Each has the model's whole context, so they look like one pool."""
+    server = start_llama(slots=2, ctx=32768, save_dir=save_dir)
+    async with AsyncExitStack() as stack:
+        async with busy(control_of(server.url)):
+            world = await stack.enter_async_context(slot_world(server.url, host_cache_dir=str(save_dir)))
+            assert not (await world.adapter.load()).outdated
+            assert Capability.PIN not in world.adapter.capabilities
+        assert (await world.adapter.load()).outdated
+        assert {Capability.PIN, Capability.CACHE_SALT} <= (await world.adapter.connect()).capabilities
+        assert not (await world.adapter.load()).outdated
 
 
 async def test_a_server_that_is_too_slow_for_the_probe_is_used_without(server, save_dir, monkeypatch):
