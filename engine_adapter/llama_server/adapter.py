@@ -222,7 +222,8 @@ class LlamaServerAdapter(EngineAdapter):
         session = self._session
         if session is not None and await session.is_busy_moving():
             return
-        facts = await discover(self._control, self.spec)
+        known = session and session.facts_now
+        facts = await discover(self._control, self.spec, known, may_try=self.may_try)
         facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self.end_session(farewell=False)
@@ -454,9 +455,7 @@ class LlamaServerAdapter(EngineAdapter):
             named = [] if router is None else [self.spec.model] if self.spec.model else list(router.states)
             failures = [Finding(why) for name in named if router and (why := router.failure(name))]
             return (*failures, *self._unsaved())
-        facts, seen = session.facts, list[Finding]()
-        if scheduler is not None:
-            facts, seen = scheduler.contents.facts, scheduler.contents.findings
+        facts, seen = session.facts_now, scheduler.contents.findings if scheduler is not None else []
         name = self.spec.model or ""
         flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
         if flag not in (None, "0") and not facts.cache_reuse:

@@ -1,7 +1,7 @@
 """Facts about a llama-server, read from its own routes.
 
-`discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
-`probe` tries out.
+`discover` only reads, except that it uses one slot of a process that is new to it if the model's file is out of
+reach. What no route tells, `probe` tries out.
 
 A digest names the model, because KV of one model is noise to another model of the same shape. A GGUF that
 kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the model, and
@@ -61,19 +61,16 @@ def model_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{i:05}-of-{name[2]}.gguf") for i in range(1, int(name[2]) + 1)]
 
 
-async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
-    """Digest of a model whose file is out of reach, by its `meta` in `/v1/models` and the name of its file.
-    Slot `slot_id` continues the fixed prompt: its content is lost. Raises EngineUnavailable if the answer has
-    no tokens."""
+async def _continuation(control: ControlClient, slot_id: int) -> tuple[int, ...]:
+    """How the model continues the fixed prompt, on a slot whose content is lost. Raises EngineUnavailable if
+    the answer has no tokens."""
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
     }  # fmt: skip
-    answer = await control.call("POST", "/completion", json=request)
-    match answer:
+    match await control.call("POST", "/completion", json=request):
         case {"tokens": [int(), *_] as tokens}:
-            shape = {name: value for name, value in sorted(meta.items()) if name != "n_ctx"}
-            return xxhash.xxh3_128_hexdigest(msgspec.json.encode([shape, file_name, tokens]))
+            return tuple(tokens)
         case _:
             raise EngineUnavailable("POST /completion: the answer has no 'tokens'")
 
@@ -131,6 +128,8 @@ class ServerFacts:
     has_slots: bool  # `GET /slots` is allowed
     can_save: bool  # it has a `--slot-save-path`
     fingerprint: str  # digest of the model and the LoRA adapters that make its KV
+    # How a model whose file is out of reach continues the fixed prompt; empty while unknown.
+    continues: tuple[int, ...] = ()
     is_unified: bool | None = None  # all slots share one KV pool (`-kvu`); None while unknown
     ram_cache: bool | None = None  # it keeps prompts in its own cache (`--cache-ram`); None while unknown
     kind: MemoryKind | None = None  # of its memory; None while unknown
@@ -187,13 +186,25 @@ class _Props(msgspec.Struct, frozen=True):
     modalities: dict[str, bool] = {}
 
 
-async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
-    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model."""
+async def discover(
+    control: ControlClient, spec: EngineSpec, known: ServerFacts | None = None, *, may_try: bool = True
+) -> ServerFacts:
+    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model. No slot is used
+    if the facts `known` before are of the same process, or if kvpin only looks [`may_try`]: then the digest of
+    a model whose file is out of reach covers less."""
     props = await _props(control, spec)
     model = read_models(await control.get("/v1/models"), spec.model)
     meta = model.card.get("meta")
     meta = meta if isinstance(meta, dict) else {}  # facts about the model's file
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
+    continues: tuple[int, ...] = ()
+    if known is not None and known.instance == props.media_marker is not None and not known.is_sleeping:
+        continues = known.continues  # of the same process, which has not loaded its file again
+    if local is None and may_try and not continues:
+        slot_id = slot_io.spare_slot(await slot_io.read_slots(control)) if props.endpoint_slots else 0
+        continues = await _continuation(control, slot_id)
+    shape = {name: value for name, value in sorted(meta.items()) if name != "n_ctx"}
+    told = [shape, Path(props.model_path).name, continues]
     return ServerFacts(
         model=props.model_alias or model.name,
         card=model.card,
@@ -210,7 +221,8 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         # The file name is invalid. A server without saves does not check names.
         can_save=await control.status("POST", "/slots/0?action=save", json={"filename": "/"})
         not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED),
-        fingerprint=await _fingerprint(control, props, meta, local),
+        fingerprint=await _fingerprint(local, told, await control.read_optional(list[Any], "/lora-adapters")),
+        continues=continues,
         is_unified=False if props.total_slots == 1 else None,
         has_media=any(props.modalities.values()),
     )
@@ -333,17 +345,14 @@ def _local_model(path: str, size: object) -> Path | None:
     return local if is_the_same else None
 
 
-async def _fingerprint(
-    control: ControlClient, props: _Props, meta: dict[str, Any], local: Path | None
-) -> str:
-    if local is not None:
-        model = await asyncio.to_thread(file_digest, local)
-    else:
-        slot_id = slot_io.spare_slot(await slot_io.read_slots(control)) if props.endpoint_slots else 0
-        model = await remote_digest(control, meta, Path(props.model_path).name, slot_id)
-    # The loaded LoRA adapters change the KV of the model.
-    adapters = await control.read_optional(list[Any], "/lora-adapters")
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
+async def _fingerprint(local: Path | None, told: list[Any], adapters: list[Any] | None) -> str:
+    """Digest of the model, by its file or by what is told of it, and of its LoRA adapters: they change its KV."""
+    model = _digest_of(told) if local is None else await asyncio.to_thread(file_digest, local)
+    return _digest_of([model, adapters]) if adapters else model
+
+
+def _digest_of(content: list[Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(content))
 
 
 # --- what no route tells is tried out: the own prompt cache, how slots share KV, the memory -------------

@@ -142,6 +142,11 @@ class ServerSession:
         return self.scheduler is not None and self.scheduler.contents.can_restore
 
     @property
+    def facts_now(self) -> ServerFacts:
+        """The facts, with what the work on its slots has shown since."""
+        return self.facts if self.scheduler is None else self.scheduler.contents.facts
+
+    @property
     def is_lost(self) -> bool:
         """True if the server turned out to be another process."""
         return self.scheduler is not None and self.scheduler.is_lost

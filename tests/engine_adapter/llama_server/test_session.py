@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+import shutil
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
@@ -76,6 +77,24 @@ async def test_a_server_is_tried_out_once(server, save_dir, control_of):
             held.append([(slot.id_task, slot.n_tokens) for slot in await read_slots(control)])
     assert held[0] == held[1]
     assert all(tokens for _, tokens in held[0])
+
+
+async def test_a_model_out_of_reach_costs_the_first_connection_a_slot_and_no_other(
+    start_llama, save_dir, tmp_path
+):
+    """Nor a kvpin that only looks, as `kvpin doctor` does."""
+    model = shutil.copy(gguf_path("tiny"), tmp_path / "model.gguf")
+    server = start_llama(model=model, slots=1, ctx=1024, save_dir=save_dir)
+    model.unlink()  # the server keeps it open
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        before = await world.adapter.connect()
+        await world.ask(prompt_of(1))
+        assert await world.adapter.connect() == before
+        assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
+        async with aclosing(make_adapter(engine_spec("llama_server", server.url, "looks"))) as looks:
+            looks.may_try = False
+            assert (await looks.connect()).model == before.model
+        assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
 
 
 async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama, save_dir):
