@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from asyncio import CancelledError, Lock
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,14 +36,7 @@ from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.command import FLAG_ALONE
 from engine_adapter.llama_server.discovery import MOVES, ServerFacts, discover, findings_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.options import (
-    LOAD,
-    PINNED_ROUTES,
-    ROUTER_ROUTES,
-    ROUTES,
-    SERVED,
-    LlamaServerSpec,
-)
+from engine_adapter.llama_server.options import LOAD, OF_ROUTER, PINNED_ROUTES, ROUTES, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.requests import ask_of, hold_request
 from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
@@ -107,7 +100,7 @@ class LlamaServerAdapter(EngineAdapter):
         self._router: Router | None = None
         self._known: EngineInfo | None = None  # as of its last session
         self._told: EngineInfo | None = None  # by `connect`
-        self._latest: dict[Hashable, ServerSession] = {}  # its latest session, by `_alike`
+        self._latest: dict[tuple[object, ...], ServerSession] = {}  # its latest session, by `_alike`
         self._flags: tuple[str, ...] | None = None  # of a router's model, when `_known` was begun
         self._is_too_slow = False  # for the probe
         self._pulse = Pulse()  # as it was told last, where there are no managed slots
@@ -217,12 +210,11 @@ class LlamaServerAdapter(EngineAdapter):
             self._lock = lock
 
     async def _take_up(self, *, is_check: bool = False) -> None:
-        """Begins the session of the process that answers, unless it has begun. A check is cancelled when its
-        time is over, a request when its client leaves."""
+        """Begins the session of the process that answers, unless it has begun."""
         session = self._session
         if session is not None and await session.is_busy_moving():
             return
-        known = session and session.facts_now
+        known = session.facts_now if session is not None else None
         facts = await discover(self._control, self.spec, known, may_try=self.may_try)
         facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
@@ -241,7 +233,7 @@ class LlamaServerAdapter(EngineAdapter):
             try:
                 await session.begin(self._registry, self._mirror)
             except CancelledError:
-                if is_check:
+                if is_check:  # its time was over; a request is cancelled when its client leaves
                     self._is_too_slow = session.is_probing  # the next time it is used as it is
                 raise
             self._session, self._latest = session, {alike: session}
@@ -249,11 +241,11 @@ class LlamaServerAdapter(EngineAdapter):
                 for entry in session.scheduler.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
 
-    def _alike(self, facts: ServerFacts) -> Hashable:
+    def _alike(self, facts: ServerFacts) -> tuple[object, ...]:
         """A key of the processes that one probe tells of, empty if it cannot be named. A router's model with
         the same file and flags has processes that are alike; of any other server, there is this one."""
         if self._router is None:
-            return facts.instance and facts.identity
+            return (facts.identity,) if facts.instance else ()
         return facts.fingerprint, self._router.flags(self.spec.model or "")
 
     def _info(self) -> EngineInfo:
@@ -267,7 +259,7 @@ class LlamaServerAdapter(EngineAdapter):
                 instance=self._place.url,
                 names_process=False,
                 any_model=False,
-                routes=SERVED | ROUTER_ROUTES,
+                routes=OF_ROUTER,
                 models=router.states,
                 card=router.card(self.spec.model),
             )

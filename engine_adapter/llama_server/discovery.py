@@ -1,7 +1,7 @@
 """Facts about a llama-server, read from its own routes.
 
-`discover` only reads, except that it uses one slot of a process that is new to it if the model's file is out of
-reach. What no route tells, `probe` tries out.
+`discover` only reads, except that it uses one slot of a new process if the model's file is out of reach. What
+no route tells, `probe` tries out.
 
 A digest names the model, because KV of one model is noise to another model of the same shape. A GGUF that
 kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the model, and
@@ -28,7 +28,7 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryKind, MemoryRules
 from engine_adapter.prompt.gguf_tokenizer import read_metadata
 from engine_adapter.types import Capability, EngineSpec, Finding
 
@@ -62,8 +62,7 @@ def model_parts(path: Path) -> list[Path]:
 
 
 async def _continuation(control: ControlClient, slot_id: int) -> tuple[int, ...]:
-    """How the model continues the fixed prompt, on a slot whose content is lost. Raises EngineUnavailable if
-    the answer has no tokens."""
+    """How the model continues the fixed prompt, on a slot whose content is lost. Raises EngineUnavailable."""
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
@@ -101,15 +100,6 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
-class MemoryKind(msgspec.Struct, frozen=True):
-    """What a probe finds out of the memory of a server."""
-
-    is_recurrent: bool
-    has_window: bool
-    has_checkpoints: bool
-    has_window_in_files: bool
-
-
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """One server at the time of the question."""
@@ -128,18 +118,16 @@ class ServerFacts:
     has_slots: bool  # `GET /slots` is allowed
     can_save: bool  # it has a `--slot-save-path`
     fingerprint: str  # digest of the model and the LoRA adapters that make its KV
-    # How a model whose file is out of reach continues the fixed prompt; empty while unknown.
-    continues: tuple[int, ...] = ()
+    continues: tuple[int, ...] = ()  # how a model out of reach continues the fixed prompt; empty if unknown
+    adapters: list[Any] = field(default_factory=list)  # its LoRA adapters, with the scale of each
     is_unified: bool | None = None  # all slots share one KV pool (`-kvu`); None while unknown
     ram_cache: bool | None = None  # it keeps prompts in its own cache (`--cache-ram`); None while unknown
     kind: MemoryKind | None = None  # of its memory; None while unknown
     memory: MemoryRules = PLAIN  # how much of a slot it reuses, by its kind; the default while unknown
-    # The tokens that begin a user message in a chat; empty while they do not matter.
-    user_mark: tuple[int, ...] = ()
+    user_mark: tuple[int, ...] = ()  # tokens that begin a chat's user message; empty if they do not matter
     has_draft: bool = False  # a draft model proposes tokens. Its KV is in no saved file.
     has_media: bool = False  # it takes images, audio or video
-    # The engine's setting: the least run of tokens that it moves; None for none.
-    cache_reuse: int | None = None
+    cache_reuse: int | None = None  # the engine's setting: the least run of tokens that it moves
 
     @property
     def keeps_none_itself(self) -> bool:
@@ -189,17 +177,18 @@ class _Props(msgspec.Struct, frozen=True):
 async def discover(
     control: ControlClient, spec: EngineSpec, known: ServerFacts | None = None, *, may_try: bool = True
 ) -> ServerFacts:
-    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model. No slot is used
-    if the facts `known` before are of the same process, or if kvpin only looks [`may_try`]: then the digest of
-    a model whose file is out of reach covers less."""
+    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model. No slot is
+    used if the facts `known` before are of the same process, or if kvpin only looks [`may_try`]: then the
+    digest of a model whose file is out of reach covers less."""
     props = await _props(control, spec)
     model = read_models(await control.get("/v1/models"), spec.model)
     meta = model.card.get("meta")
     meta = meta if isinstance(meta, dict) else {}  # facts about the model's file
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
-    continues: tuple[int, ...] = ()
+    adapters, continues = await slot_io.read_adapters(control), tuple[int, ...]()
     if known is not None and known.instance == props.media_marker is not None and not known.is_sleeping:
-        continues = known.continues  # of the same process, which has not loaded its file again
+        # The same process, which has not loaded its file again.
+        continues = known.continues if known.adapters == adapters else ()
     if local is None and may_try and not continues:
         slot_id = slot_io.spare_slot(await slot_io.read_slots(control)) if props.endpoint_slots else 0
         continues = await _continuation(control, slot_id)
@@ -221,8 +210,9 @@ async def discover(
         # The file name is invalid. A server without saves does not check names.
         can_save=await control.status("POST", "/slots/0?action=save", json={"filename": "/"})
         not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED),
-        fingerprint=await _fingerprint(local, told, await control.read_optional(list[Any], "/lora-adapters")),
+        fingerprint=await _fingerprint(local, told, adapters),
         continues=continues,
+        adapters=adapters,
         is_unified=False if props.total_slots == 1 else None,
         has_media=any(props.modalities.values()),
     )
@@ -286,8 +276,7 @@ def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
 
 
 def _of_pool(facts: ServerFacts) -> Finding:
-    """About slots that share one KV pool, as far as that is known: -np 2 with twice the model's context looks
-    like -kvu."""
+    """About slots that share one KV pool, or seem to: -np 2 with twice the context looks like -kvu."""
     flags = f"-no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the context of one slot"
     if facts.is_unified:
         return Finding(
@@ -345,8 +334,8 @@ def _local_model(path: str, size: object) -> Path | None:
     return local if is_the_same else None
 
 
-async def _fingerprint(local: Path | None, told: list[Any], adapters: list[Any] | None) -> str:
-    """Digest of the model, by its file or by what is told of it, and of its LoRA adapters: they change its KV."""
+async def _fingerprint(local: Path | None, told: list[Any], adapters: list[Any]) -> str:
+    """Digest of a model, by its file or what is told of it, and of its LoRA adapters: they change its KV."""
     model = _digest_of(told) if local is None else await asyncio.to_thread(file_digest, local)
     return _digest_of([model, adapters]) if adapters else model
 

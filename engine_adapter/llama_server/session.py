@@ -19,16 +19,9 @@ from msgspec import structs
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.checkpoints import UNPROBED
+from engine_adapter.llama_server.checkpoints import UNPROBED, MemoryKind
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import (
-    MOVES,
-    MemoryKind,
-    ServerFacts,
-    memory_rules,
-    probe,
-    probe_file,
-)
+from engine_adapter.llama_server.discovery import MOVES, ServerFacts, memory_rules, probe, probe_file
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
@@ -76,20 +69,17 @@ class ServerSession:
     may_try: bool = True  # it may probe the server, and empty and save slots; else it changes nothing there
     told: Probed | None = None  # what probing a process with the same flags has told
     is_too_slow: bool = False  # the server did not answer the probe in time before; it is not probed again
-    # What is known of how long its work takes, from earlier processes too.
-    rates: SlotRates = field(default_factory=SlotRates)
+    rates: SlotRates = field(default_factory=SlotRates)  # of its work, from earlier processes too
     # Manages its slots; None if they cannot be managed, and the server chooses them itself.
     scheduler: SlotScheduler | None = field(default=None, init=False)
     verbs: SlotVerbs | None = field(default=None, init=False)  # the admin verbs on its slots; None likewise
     # Reasons why kvpin cannot use it fully, beyond the findings of the facts.
     findings: list[Finding] = field(default_factory=list, init=False)
-    # What its slots and files hold, as events.
-    mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
+    mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)  # of its slots and files
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)
     _shares_directory: bool = field(default=True, init=False)
-    # The file that the probe left in a directory that kvpin does not know.
-    _left: str = field(default="", init=False)
+    _left: str = field(default="", init=False)  # the probe's file, in a directory that kvpin does not know
     _write_back: asyncio.Task[None] | None = field(default=None, init=False)
     _probes: ServerRecord[Probed] | None = field(default=None, init=False)
 
@@ -176,8 +166,7 @@ class ServerSession:
         return self._lacks_probe and not any(state.is_processing for state in await read_slots(self._control))
 
     async def try_out(self) -> None:
-        """Probes a server that was too busy for it before. Raises EngineUnavailable if its slots turn out to
-        share one pool."""
+        """Probes a server that was too busy for it before. EngineUnavailable: its slots share one pool."""
         scheduler = self.scheduler
         if scheduler is None:
             return

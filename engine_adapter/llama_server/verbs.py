@@ -229,8 +229,8 @@ class SlotVerbs:
         return free
 
     async def _until_still(self, slot: Slot) -> None:
-        """Waits while kvpin itself moves what the slot holds: a save would outlive a flush. Work that the end
-        of the session has cut short may leave its mark there for ever."""
+        """Waits while kvpin itself moves what the slot holds: a save would outlive a flush. The session's end
+        may leave the mark of such work there for ever."""
         while slot.operation in _OWN_WORK and not self._scheduler.is_closed:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(_POLL_S)
 

@@ -193,7 +193,8 @@ class TestRoutersModel:
                     await world.ask(prompt_of(1), model="m")
                     contents = world.adapter._session.scheduler.contents
                     assert contents.rules.loses_window == (shape == "swa")
-                    httpx.post(f"{router.url}/models/unload", json={"model": "m"}, trust_env=False)
+                    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+                        await client.post("/models/unload", json={"model": "m"})
                     await self.ended(world)
 
     async def test_other_flags_may_mean_a_cache_that_serves_every_tenant(self, tmp_path, models, save_dir):

@@ -6,6 +6,9 @@ import asyncio
 import shutil
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
+import gguf
+import httpx
+import numpy as np
 import pytest
 
 from engine_adapter import Capability, EngineUnavailable, KvTarget, KvVerb, NotSupported, make_adapter
@@ -17,7 +20,7 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession, dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
-from scripts.make_gguf import gguf_path
+from scripts.make_gguf import SHAPES, gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import no_directory, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.engines import engine_spec
@@ -95,6 +98,49 @@ async def test_a_model_out_of_reach_costs_the_first_connection_a_slot_and_no_oth
             looks.may_try = False
             assert (await looks.connect()).model == before.model
         assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
+
+
+def make_lora(path):
+    """Writes an adapter of the tiny model that changes the keys of its first layer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    random, shape = np.random.default_rng(1), SHAPES["tiny"]
+    for part, size in (("a", (4, shape.width)), ("b", (shape.kv_heads * shape.head_width, 4))):
+        writer.add_tensor(f"blk.0.attn_k.weight.lora_{part}", random.standard_normal(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+async def test_kv_of_other_lora_scales_is_neither_restored_nor_saved(start_llama, save_dir, tmp_path):
+    """An operator sets them while the server runs. It keeps its slots."""
+    lora = make_lora(tmp_path / "lora.gguf")
+    server = start_llama("--lora", str(lora), slots=1, ctx=1024, save_dir=save_dir)
+
+    def scale(to):
+        told = [{"id": 0, "scale": to}]
+        httpx.post(f"{server.url}/lora-adapters", json=told, trust_env=False).raise_for_status()
+
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        right = (await world.ask(prompt_of(1)))[0]
+        await world.until(lambda slots: slots[0]["saved"] == slots[0]["tokens"] == 103)
+        scale(0.5)
+        for seed in (2, 1, 2):
+            assert (await world.ask(prompt_of(seed)))[1] == 0
+            await world.until_idle()
+        assert len(await world.files()) == 1
+        with pytest.raises(EngineUnavailable, match="its LoRA adapters have changed"):
+            await world.adapter.load()
+        await world.adapter.connect()
+        assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
+        await world.until(lambda slots: slots[0]["saved"] == slots[0]["tokens"] == 103)
+        scale(1.0)
+        await world.adapter.connect()  # any question shows it
+        assert await world.ask(prompt_of(1)) == (right, 99, 99)
 
 
 async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama, save_dir):
