@@ -240,8 +240,7 @@ def _blocks(held: Slot | Saved) -> int:
 
 
 def _matches(held: Slot | Saved, target: KvTarget) -> bool:
-    """True if content shares at least one full leading block with the target. A target of everything includes
-    unknown content."""
+    """True if content shares a full leading block with the target; one of everything, unknown content."""
     if isinstance(held, Slot) and held.is_empty:
         return False
     if target.token_ids is None:
