@@ -42,6 +42,7 @@ class OpenAICompatibleAdapter(EngineAdapter):
 
     @override
     async def connect(self) -> EngineInfo:
+        self._health = HealthRoute(self._control, "/health", *_NO_HEALTH)
         await self._health.check()
         listed = await self._control.get("/v1/models")
         model = read_models(listed, self.spec.model)

@@ -34,23 +34,16 @@ from engine_adapter.http.adapter import read_models
 from engine_adapter.http.prepare import OutgoingRequest
 from engine_adapter.http.web_pages import is_loopback
 from engine_adapter.llama_server.command import FLAG_ALONE
-from engine_adapter.llama_server.discovery import MOVES, discover, findings_of
+from engine_adapter.llama_server.discovery import MOVES, ServerFacts, discover, findings_of
 from engine_adapter.llama_server.mirror_events import MirrorEvents
-from engine_adapter.llama_server.options import (
-    LOAD,
-    PINNED_ROUTES,
-    ROUTER_ROUTES,
-    ROUTES,
-    SERVED,
-    LlamaServerSpec,
-)
+from engine_adapter.llama_server.options import LOAD, OF_ROUTER, PINNED_ROUTES, ROUTES, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates
 from engine_adapter.llama_server.requests import ask_of, hold_request
 from engine_adapter.llama_server.router import Router, RouterModel, ServerClient
 from engine_adapter.llama_server.saved import Saved, SavedEvent, SavedPlace, SavedPrefixes
 from engine_adapter.llama_server.scheduler import SlotScheduler
 from engine_adapter.llama_server.server_files import ServerLock
-from engine_adapter.llama_server.session import Probed, ServerSession, absent, info_of
+from engine_adapter.llama_server.session import ServerSession, absent, info_of
 from engine_adapter.llama_server.slot_io import Pulse, read_pulse, tokenize
 from engine_adapter.llama_server.verbs import SlotVerbs
 from engine_adapter.options import READ
@@ -107,7 +100,8 @@ class LlamaServerAdapter(EngineAdapter):
         self._router: Router | None = None
         self._known: EngineInfo | None = None  # as of its last session
         self._told: EngineInfo | None = None  # by `connect`
-        self._probed: Probed | None = None  # likewise
+        self._latest: dict[tuple[object, ...], ServerSession] = {}  # its latest session, by `_alike`
+        self._flags: tuple[str, ...] | None = None  # of a router's model, when `_known` was begun
         self._is_too_slow = False  # for the probe
         self._pulse = Pulse()  # as it was told last, where there are no managed slots
         self._connecting = Lock()
@@ -140,12 +134,12 @@ class LlamaServerAdapter(EngineAdapter):
                 self._lock.take()
             name = self._control.model
             if self.model_state is None:
-                await self._take_up()
+                await self._take_up(is_check=True)
             elif (
                 self._router and name and self._router.is_open(name) and self.model_state is ModelState.LOADED
             ):
                 with self._router.keeping(name):
-                    await self._take_up()
+                    await self._take_up(is_check=True)
             self._told = self._info()
             return self._told
 
@@ -165,13 +159,14 @@ class LlamaServerAdapter(EngineAdapter):
             return
         await router.refresh()
         self._control.model = name
-        if name is not None and self._known is None:
+        flags = router.flags(name or "")
+        if name is not None and (self._known is None or flags not in (None, self._flags)):
             # Each model of the router has a lock of its own.
             self._lock.free()
             self._lock = ServerLock(self._directory, self._place.url)
             self._find_directory(router.model(name))
             keeps_none = router.model(name).flag("--cache-ram") == "0"
-            self._known = absent(name, self._place.url, {}, keeps_none=keeps_none)
+            self._flags, self._known = flags, absent(name, self._place.url, {}, keeps_none=keeps_none)
 
     @property
     def _place(self) -> LlamaServerSpec:
@@ -214,34 +209,44 @@ class LlamaServerAdapter(EngineAdapter):
         else:
             self._lock = lock
 
-    async def _take_up(self) -> None:
+    async def _take_up(self, *, is_check: bool = False) -> None:
         """Begins the session of the process that answers, unless it has begun."""
         session = self._session
         if session is not None and await session.is_busy_moving():
             return
-        facts = await discover(self._control, self.spec)
+        known = session.facts_now if session is not None else None
+        facts = await discover(self._control, self.spec, known, may_try=self.may_try)
         facts = replace(facts, cache_reuse=self.spec.options.cache_reuse)
         if session is None or session.is_lost or session.facts.identity != facts.identity:
             await self.end_session(farewell=False)
-            told = self._probed if self._router is not None else None
+            alike = self._alike(facts)
+            latest = self._latest.get(alike) if alike else None
             session = ServerSession(
                 self._place,
                 self._control,
                 facts,
                 may_try=self.may_try,
-                told=told,
+                told=latest.probed if latest is not None else None,
                 is_too_slow=self._is_too_slow,
                 rates=self._rates,
             )
             try:
                 await session.begin(self._registry, self._mirror)
             except CancelledError:
-                self._is_too_slow = session.is_probing  # the next time it is used as it is
+                if is_check:  # its time was over; a request is cancelled when its client leaves
+                    self._is_too_slow = session.is_probing  # the next time it is used as it is
                 raise
-            self._session, self._probed = session, session.probed
+            self._session, self._latest = session, {alike: session}
             if session.scheduler is not None:
                 for entry in session.scheduler.contents.all_entries():
                     self._on_saved(SavedEvent.ADDED, entry)
+
+    def _alike(self, facts: ServerFacts) -> tuple[object, ...]:
+        """A key of the processes that one probe tells of, empty if it cannot be named. A router's model with
+        the same file and flags has processes that are alike; of any other server, there is this one."""
+        if self._router is None:
+            return (facts.identity,) if facts.instance else ()
+        return facts.fingerprint, self._router.flags(self.spec.model or "")
 
     def _info(self) -> EngineInfo:
         """The facts about the server. While its model is not in memory, those of the last time."""
@@ -254,7 +259,7 @@ class LlamaServerAdapter(EngineAdapter):
                 instance=self._place.url,
                 names_process=False,
                 any_model=False,
-                routes=SERVED | ROUTER_ROUTES,
+                routes=OF_ROUTER,
                 models=router.states,
                 card=router.card(self.spec.model),
             )
@@ -277,12 +282,14 @@ class LlamaServerAdapter(EngineAdapter):
             if session is not None and self._session is not session:
                 return EngineLoad(running=0, waiting=0, counted=False)  # it was unloaded meanwhile
             raise
-        if session is None:
-            # A model in memory is met, so that its first request finds its tokenizer.
-            is_there = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
-            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_there or self._is_outdated)
-        if scheduler is None:
-            return EngineLoad(running=0, waiting=0, counted=False, outdated=self._is_outdated)
+        if session is None or scheduler is None:
+            # A model in memory is met, so that its first request finds its tokenizer, and again to be probed.
+            is_new = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
+            if is_new and session is not None:
+                is_new = await session.can_be_probed() and self._session is session
+                if is_new:
+                    await self.end_session(farewell=False)
+            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new or self._is_outdated)
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):
             await scheduler.reconcile()
@@ -440,9 +447,7 @@ class LlamaServerAdapter(EngineAdapter):
             named = [] if router is None else [self.spec.model] if self.spec.model else list(router.states)
             failures = [Finding(why) for name in named if router and (why := router.failure(name))]
             return (*failures, *self._unsaved())
-        facts, seen = session.facts, list[Finding]()
-        if scheduler is not None:
-            facts, seen = scheduler.contents.facts, scheduler.contents.findings
+        facts, seen = session.facts_now, scheduler.contents.findings if scheduler is not None else []
         name = self.spec.model or ""
         flag = router.model(name).flag("--cache-reuse") if router and name in router.states else None
         if flag not in (None, "0") and not facts.cache_reuse:

@@ -85,8 +85,7 @@ class _ChoiceChunk(msgspec.Struct):
 
 
 class _StreamChunk(msgspec.Struct):
-    """One chunk of a stream. The fields after `prompt_progress` are those of the server's own completions,
-    which also answer without a stream."""
+    """One chunk of a stream. The fields after `prompt_progress` are those of the server's own completions."""
 
     choices: list[_ChoiceChunk] = []
     usage: _Usage | None = None

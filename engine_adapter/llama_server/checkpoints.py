@@ -31,6 +31,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import msgspec
+
 from engine_adapter.types import TokenIds, common_prefix
 
 # The server computes the last tokens of a prompt on their own, so that a checkpoint lies before them.
@@ -54,6 +56,15 @@ class Checkpoint(NamedTuple):
     def beyond(self, shared: int) -> Checkpoint:
         """What it is once a prompt is computed that shares so many tokens with the content."""
         return self._replace(is_stale=True) if self.tokens > shared and self.oldest == self.newest else self
+
+
+class MemoryKind(msgspec.Struct, frozen=True):
+    """What a probe finds out of the memory of a server."""
+
+    is_recurrent: bool
+    has_window: bool
+    has_checkpoints: bool
+    has_window_in_files: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,7 @@ def named_api_key(words: Sequence[str]) -> str | None:
 
 
 def advice(words: Sequence[str]) -> tuple[str, ...]:
-    """One sentence for each flag in the words that hinders the reuse of KV and that the server does not tell:
-    those that it tells are findings."""
+    """One sentence for each flag that hinders the reuse of KV and that the server itself does not tell."""
     return tuple(text for flags, harmless, text in _ADVICE if _hinders(words, flags, harmless))
 
 
@@ -114,23 +113,14 @@ def _hinders(words: Sequence[str], flags: Collection[str], harmless: str | Colle
 
 
 _ADVICE: tuple[tuple[tuple[str, ...], str | tuple[str, ...], str], ...] = (
-    (
-        ("--no-cache-prompt",),
-        ("--cache-prompt",),
-        "--no-cache-prompt makes the server compute every prompt from its beginning: leave it out",
-    ),
-    (
-        ("--context-shift",),
-        ("--no-context-shift",),
-        "--context-shift drops tokens from running slots, whose KV kvpin then no longer knows: leave it out",
-    ),
+    (("--no-cache-prompt",), ("--cache-prompt",),
+     "--no-cache-prompt makes the server compute every prompt from its beginning: leave it out"),
+    (("--context-shift",), ("--no-context-shift",),
+     "--context-shift drops tokens from running slots, whose KV kvpin then no longer knows: leave it out"),
     (("--cache-reuse",), "0", FLAG_ALONE),
-    (
-        ("--sleep-idle-seconds",),
-        "-1",
-        "--sleep-idle-seconds lets an idle server drop the KV of all its slots: leave it out",
-    ),
-)
+    (("--sleep-idle-seconds",), "-1",
+     "--sleep-idle-seconds lets an idle server drop the KV of all its slots: leave it out"),
+)  # fmt: skip
 
 
 def _split(words: Sequence[str], binary: str) -> tuple[str, list[str]]:
@@ -167,8 +157,8 @@ def default_save_dir() -> Path:
 
 @functools.cache
 def default_save_bytes(directory: Path) -> int:
-    """The cap of the files in `directory`: half of the room for them, at most 8 GiB. The answer does not
-    change while the process runs, because servers that share a directory need equal caps."""
+    """The cap of the files in `directory`: half of the room for them, at most 8 GiB. It stays the same while
+    the process runs: servers that share a directory need equal caps."""
     return max(min(_room(directory) // 2, _MOST_BYTES), 1)
 
 

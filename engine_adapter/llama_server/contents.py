@@ -69,6 +69,7 @@ class SlotContents:
     counts: Counts = field(default_factory=Counts, init=False)
     findings: list[Finding] = field(default_factory=list, init=False)
     reuses_any_prefix: bool = field(default=True, init=False)
+    has_other_adapters: bool = field(default=False, init=False)  # of LoRA: it makes other KV by now
     _refused: set[str] = field(default_factory=set, init=False)  # by this server, by name
     _vain_restores: int = field(default=0, init=False)
     _wrong: int = field(default=0, init=False)
@@ -83,7 +84,7 @@ class SlotContents:
     def can_restore(self) -> bool:
         """True if saved prefixes can be restored, and so are worth saving."""
         is_sound = self.reuses_any_prefix and self.rules.can_restore and not self.facts.has_draft
-        return self._saved is not None and is_sound
+        return self._saved is not None and is_sound and not self.has_other_adapters
 
     @property
     def can_save(self) -> bool:
@@ -150,7 +151,7 @@ class SlotContents:
             # A server that finds no room may leave half a file and report success, so make room first.
             await registry.make_room(round(length * self.rates.bytes_per_token))
             moved = await slot_io.save(self.control, slot.id, name)
-            if moved.tokens:
+            if moved.tokens and await self._keeps_adapters():
                 entry = await registry.add(
                     name,
                     self.facts.key,
@@ -188,7 +189,7 @@ class SlotContents:
     async def restore(self, slot: Slot, entry: Saved) -> bool:
         """Restores a saved prefix into a slot on which RESTORE has begun. False leaves the slot as it was, or
         empty if the server refused the file."""
-        if self._saved is None:
+        if self._saved is None or not await self._keeps_adapters():
             return False
         try:
             async with self._saved.using(entry) as name:
@@ -217,10 +218,17 @@ class SlotContents:
         self.table.hold(slot.id, entry.tokens, entry.salt, saved=entry.count, memory=memory)
         return True
 
+    async def _keeps_adapters(self) -> bool:
+        """Asks whether the server has the LoRA adapters that it had when kvpin connected: their scales may be
+        set at any time, and the server keeps its slots."""
+        told = self.facts.adapters
+        if told and await slot_io.read_adapters(self.control) != told:
+            self.has_other_adapters = True
+        return not self.has_other_adapters
+
     @asynccontextmanager
     async def keeping(self, entry: Saved | None) -> AsyncIterator[Saved | None]:
-        """Protects a saved prefix, or the one that has taken its place, from eviction until the block ends: a
-        restore of it is planned."""
+        """Protects a saved prefix, or the one in its place, from eviction: its restore is planned."""
         if self._saved is None or entry is None:
             yield entry
         else:

@@ -1,7 +1,7 @@
 """Facts about a llama-server, read from its own routes.
 
-`discover` only reads, except that it uses one slot if the model's file is out of reach. What no route tells,
-`probe` tries out.
+`discover` only reads, except that it uses one slot of a new process if the model's file is out of reach. What
+no route tells, `probe` tries out.
 
 A digest names the model, because KV of one model is noise to another model of the same shape. A GGUF that
 kvpin can read is identified by its bytes. Otherwise the digest covers what the server says of the model, and
@@ -28,7 +28,7 @@ from engine_adapter.errors import EngineRejected, EngineSpecError, EngineUnavail
 from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
-from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryKind, MemoryRules
 from engine_adapter.prompt.gguf_tokenizer import read_metadata
 from engine_adapter.types import Capability, EngineSpec, Finding
 
@@ -61,19 +61,15 @@ def model_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{i:05}-of-{name[2]}.gguf") for i in range(1, int(name[2]) + 1)]
 
 
-async def remote_digest(control: ControlClient, meta: dict[str, Any], file_name: str, slot_id: int) -> str:
-    """Digest of a model whose file is out of reach, by its `meta` in `/v1/models` and the name of its file.
-    Slot `slot_id` continues the fixed prompt: its content is lost. Raises EngineUnavailable if the answer has
-    no tokens."""
+async def _continuation(control: ControlClient, slot_id: int) -> tuple[int, ...]:
+    """How the model continues the fixed prompt, on a slot whose content is lost. Raises EngineUnavailable."""
     request = {
         "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
     }  # fmt: skip
-    answer = await control.call("POST", "/completion", json=request)
-    match answer:
+    match await control.call("POST", "/completion", json=request):
         case {"tokens": [int(), *_] as tokens}:
-            shape = {name: value for name, value in sorted(meta.items()) if name != "n_ctx"}
-            return xxhash.xxh3_128_hexdigest(msgspec.json.encode([shape, file_name, tokens]))
+            return tuple(tokens)
         case _:
             raise EngineUnavailable("POST /completion: the answer has no 'tokens'")
 
@@ -104,15 +100,6 @@ def _samples(size: int) -> Iterator[tuple[int, int]]:
 _METADATA = 64 << 20  # bytes of a GGUF that are no tensors, at the most: vocabulary and padding
 
 
-class MemoryKind(msgspec.Struct, frozen=True):
-    """What a probe finds out of the memory of a server."""
-
-    is_recurrent: bool
-    has_window: bool
-    has_checkpoints: bool
-    has_window_in_files: bool
-
-
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     """One server at the time of the question."""
@@ -131,16 +118,16 @@ class ServerFacts:
     has_slots: bool  # `GET /slots` is allowed
     can_save: bool  # it has a `--slot-save-path`
     fingerprint: str  # digest of the model and the LoRA adapters that make its KV
+    continues: tuple[int, ...] = ()  # how a model out of reach continues the fixed prompt; empty if unknown
+    adapters: list[Any] = field(default_factory=list)  # its LoRA adapters, with the scale of each
     is_unified: bool | None = None  # all slots share one KV pool (`-kvu`); None while unknown
     ram_cache: bool | None = None  # it keeps prompts in its own cache (`--cache-ram`); None while unknown
     kind: MemoryKind | None = None  # of its memory; None while unknown
     memory: MemoryRules = PLAIN  # how much of a slot it reuses, by its kind; the default while unknown
-    # The tokens that begin a user message in a chat; empty while they do not matter.
-    user_mark: tuple[int, ...] = ()
+    user_mark: tuple[int, ...] = ()  # tokens that begin a chat's user message; empty if they do not matter
     has_draft: bool = False  # a draft model proposes tokens. Its KV is in no saved file.
     has_media: bool = False  # it takes images, audio or video
-    # The engine's setting: the least run of tokens that it moves; None for none.
-    cache_reuse: int | None = None
+    cache_reuse: int | None = None  # the engine's setting: the least run of tokens that it moves
 
     @property
     def keeps_none_itself(self) -> bool:
@@ -187,13 +174,26 @@ class _Props(msgspec.Struct, frozen=True):
     modalities: dict[str, bool] = {}
 
 
-async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
-    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model."""
+async def discover(
+    control: ControlClient, spec: EngineSpec, known: ServerFacts | None = None, *, may_try: bool = True
+) -> ServerFacts:
+    """Reads what a server is. Wakes a sleeping server. A router's must be asked for one model. No slot is
+    used if the facts `known` before are of the same process, or if kvpin only looks [`may_try`]: then the
+    digest of a model whose file is out of reach covers less."""
     props = await _props(control, spec)
     model = read_models(await control.get("/v1/models"), spec.model)
     meta = model.card.get("meta")
     meta = meta if isinstance(meta, dict) else {}  # facts about the model's file
     local = await asyncio.to_thread(_local_model, props.model_path, meta.get("size"))
+    adapters, continues = await slot_io.read_adapters(control), tuple[int, ...]()
+    if known is not None and known.instance == props.media_marker is not None and not known.is_sleeping:
+        # The same process, which has not loaded its file again.
+        continues = known.continues if known.adapters == adapters else ()
+    if local is None and may_try and not continues:
+        slot_id = slot_io.spare_slot(await slot_io.read_slots(control)) if props.endpoint_slots else 0
+        continues = await _continuation(control, slot_id)
+    shape = {name: value for name, value in sorted(meta.items()) if name != "n_ctx"}
+    told = [shape, Path(props.model_path).name, continues]
     return ServerFacts(
         model=props.model_alias or model.name,
         card=model.card,
@@ -210,7 +210,9 @@ async def discover(control: ControlClient, spec: EngineSpec) -> ServerFacts:
         # The file name is invalid. A server without saves does not check names.
         can_save=await control.status("POST", "/slots/0?action=save", json={"filename": "/"})
         not in (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED),
-        fingerprint=await _fingerprint(control, props, meta, local),
+        fingerprint=await _fingerprint(local, told, adapters),
+        continues=continues,
+        adapters=adapters,
         is_unified=False if props.total_slots == 1 else None,
         has_media=any(props.modalities.values()),
     )
@@ -274,8 +276,7 @@ def _of_memory(facts: ServerFacts) -> Iterator[Finding]:
 
 
 def _of_pool(facts: ServerFacts) -> Finding:
-    """About slots that share one KV pool, as far as that is known: -np 2 with twice the model's context looks
-    like -kvu."""
+    """About slots that share one KV pool, or seem to: -np 2 with twice the context looks like -kvu."""
     flags = f"-no-kvu -np {facts.slots} -c {facts.slots}*CTX, where CTX is the context of one slot"
     if facts.is_unified:
         return Finding(
@@ -333,17 +334,14 @@ def _local_model(path: str, size: object) -> Path | None:
     return local if is_the_same else None
 
 
-async def _fingerprint(
-    control: ControlClient, props: _Props, meta: dict[str, Any], local: Path | None
-) -> str:
-    if local is not None:
-        model = await asyncio.to_thread(file_digest, local)
-    else:
-        slot_id = slot_io.spare_slot(await slot_io.read_slots(control)) if props.endpoint_slots else 0
-        model = await remote_digest(control, meta, Path(props.model_path).name, slot_id)
-    # The loaded LoRA adapters change the KV of the model.
-    adapters = await control.read_optional(list[Any], "/lora-adapters")
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode([model, adapters])) if adapters else model
+async def _fingerprint(local: Path | None, told: list[Any], adapters: list[Any]) -> str:
+    """Digest of a model, by its file or what is told of it, and of its LoRA adapters: they change its KV."""
+    model = _digest_of(told) if local is None else await asyncio.to_thread(file_digest, local)
+    return _digest_of([model, adapters]) if adapters else model
+
+
+def _digest_of(content: list[Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(content))
 
 
 # --- what no route tells is tried out: the own prompt cache, how slots share KV, the memory -------------

@@ -63,4 +63,5 @@ ROUTES = {
 SERVED = ROUTES | {"/v1/health": READ}
 """Those, and one below `/v1` that few other engines have."""
 ALL_ROUTES = ROUTES | ROUTER_ROUTES
-"""Those of a router."""
+OF_ROUTER = SERVED | ROUTER_ROUTES
+"""Those of a router, without and with that one."""

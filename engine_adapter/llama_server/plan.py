@@ -275,9 +275,8 @@ def _loss(slot: Slot, kept: int, others: int, given: _Inputs) -> tuple[float, fl
 
 
 def _regret_s(slot: Slot, kept: int, saved: int, rates: SlotRates, now: float) -> float:
-    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file. If the
-    conversation comes back, the file is restored and the rest computed. A conversation that goes on in its
-    own slot loses nothing."""
+    """Expected cost of overwriting all but `kept` leading tokens, with `saved` of them in a file. If it comes
+    back, the file is restored and the rest computed. What goes on in its own slot loses nothing."""
     if kept and kept == len(slot.tokens):
         return 0.0
     later_s = rates.prefill_s(max(slot.length - max(kept, saved), 0))

@@ -244,8 +244,7 @@ class NativeAnswer(SlotAnswer):
 
 
 class SlotsAnswer(AnswerReader):
-    """`AnswerReader` of `GET /slots`. Removes prompts, answers and parameters: the last request on a slot may
-    be anybody's, or kvpin's own."""
+    """`AnswerReader` of `GET /slots`. Removes prompts, answers and parameters: they may be anybody's."""
 
     @override
     def feed(self, chunk: bytes) -> bytes:

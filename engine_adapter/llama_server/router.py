@@ -125,8 +125,9 @@ class ServerClient(ControlClient):
             name = quote(self.model, safe="")
             path = f"{path}{'&' if '?' in path else '?'}autoload=false&model={name}"
             if content is not None:
-                named = b'{"model":' + msgspec.json.encode(self.model)
-                content = named + (b"," if content != b"{}" else b"") + content[1:]
+                fields = content.lstrip()[1:].lstrip()
+                comma = b"" if fields.startswith(b"}") else b","
+                content = b'{"model":' + msgspec.json.encode(self.model) + comma + fields
         async with self._tokenising if path.startswith(_TOKENISING) else nullcontext():
             return await super().fetch(method, path, content, *rest, **more)
 
@@ -195,6 +196,14 @@ class Router:
             known = ", ".join(self._models) or "none"
             raise EngineSpecError(f"the router has no model {name!r}; it has {known}")
         return self._models[name]
+
+    def flags(self, name: str) -> tuple[str, ...] | None:
+        """The command line of each process of a model, without its port; None if there is no such model."""
+        if name not in self._models:
+            return None
+        args = self._models[name].status.args
+        at = args.index("--port") if "--port" in args else len(args)
+        return (*args[:at], *args[at + 2 :])
 
     def state(self, name: str) -> ModelState:
         """The state of a model. One that the router no longer has is unloaded, and one that it is ending. One

@@ -22,20 +22,13 @@ from typing import Any, TypeVar
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.hold import Forecast
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.answer import CompletionOutput, known_tokens, slot_content
 from engine_adapter.llama_server.checkpoints import SlotMemory, user_starts
 from engine_adapter.llama_server.contents import SlotContents
 from engine_adapter.llama_server.plan import Plan, plan
 from engine_adapter.llama_server.saved import OwnTasks, Saved
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.slot_io import (
-    SlotState,
-    end_copies,
-    read_pulse,
-    read_slots,
-    until_all_arrived,
-    when_idle,
-)
 from engine_adapter.llama_server.slots import NO_TOKENS, Slot, SlotOperation, SlotTable
 from engine_adapter.types import TOOL_S, Retention, TokenIds, common_prefix
 
@@ -267,7 +260,7 @@ class SlotScheduler:
 
     # --- the server's own word --------------------------------------------------------------------
 
-    def adopt(self, states: Iterable[SlotState]) -> None:
+    def adopt(self, states: Iterable[slot_io.SlotState]) -> None:
         """Takes over the slots. Whose content lies there is unknown."""
         for state in states:
             slot, count = self._table[state.id], state.n_tokens or 0
@@ -280,10 +273,13 @@ class SlotScheduler:
 
     async def reconcile(self) -> None:
         """Compares the mirror with `/slots`. A slot that somebody else changed becomes unknown. Raises
-        EngineUnavailable if the server lost its slots: it is another process."""
+        EngineUnavailable if the server is another process, as its slots are new, or makes other KV by now."""
+        if self.contents.has_other_adapters:
+            self.is_lost = True
+            raise EngineUnavailable("its LoRA adapters have changed")
         uses = [slot.uses for slot in self._table]
         self.has_worked = False
-        states = await read_slots(self._control)
+        states = await slot_io.read_slots(self._control)
         before, self._tasks_at = self._tasks_at, {}
         for state in states:
             slot = self._table[state.id]
@@ -307,7 +303,7 @@ class SlotScheduler:
     async def look(self) -> bool:
         """True if the server sleeps. The question does not wake it. A server that sleeps has lost all KV.
         Raises EngineUnavailable if another process answers."""
-        pulse = await read_pulse(self._control)
+        pulse = await slot_io.read_pulse(self._control)
         if pulse.instance != self.contents.facts.instance:
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self.sleeps:  # when it wakes, its slots look new
@@ -465,7 +461,7 @@ class SlotScheduler:
                 sampled = await known_tokens(self._control, answer) if lease.shows_text else NO_TOKENS
             known, unknown = slot_content(prompt, answer, sampled)
             return known, unknown, bool(known) or lease.leaves_own
-        await until_all_arrived(self._control)
+        await slot_io.until_all_arrived(self._control)
         count = await self._count_when_idle(lease.slot)
         # The request was cut short. The slot holds part of the prompt and maybe of an answer. Or the request
         # never started and the slot has its old content: if the count does not tell, only the common prefix
@@ -477,9 +473,8 @@ class SlotScheduler:
         return known, count - len(known), bool(known) or (has_started and lease.leaves_own)
 
     async def _count_when_idle(self, slot_id: int) -> int | None:
-        """Waits until the server no longer works on a slot; returns its tokens. None: it had no request, and
-        may hold what was restored."""
-        count = (await when_idle(self._control, slot_id)).n_tokens
+        """Waits until a slot is idle; returns its tokens. None: it had no request, perhaps a restore."""
+        count = (await slot_io.when_idle(self._control, slot_id)).n_tokens
         if count is not None:
             self._used.add(slot_id)
         return count
@@ -499,7 +494,7 @@ class SlotScheduler:
     async def _until_foreign_ends(self, slot: Slot) -> None:
         try:
             await self._count_when_idle(slot.id)
-            await end_copies(self._control, slot.id)
+            await slot_io.end_copies(self._control, slot.id)
             self.contents.mark_unknown(slot, await self._count_when_idle(slot.id))
         except EngineError as error:
             log.warning("%s: slot %d: %s", self.contents.engine, slot.id, error)

@@ -37,8 +37,7 @@ _LOCALHOST = re.compile(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)")
 
 
 class _Holder(msgspec.Struct, frozen=True):
-    """The holder of a lock: its process, its machine, the Unix time when it took the lock, and the address of
-    the server."""
+    """The holder of a lock: its process and machine, the Unix time when it took it, the server's address."""
 
     pid: int
     host: str

@@ -17,18 +17,11 @@ import msgspec
 import xxhash
 from msgspec import structs
 
-from engine_adapter.errors import EngineError
+from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.http.control import ControlClient
-from engine_adapter.llama_server.checkpoints import UNPROBED
+from engine_adapter.llama_server.checkpoints import UNPROBED, MemoryKind
 from engine_adapter.llama_server.contents import SlotContents
-from engine_adapter.llama_server.discovery import (
-    MOVES,
-    MemoryKind,
-    ServerFacts,
-    memory_rules,
-    probe,
-    probe_file,
-)
+from engine_adapter.llama_server.discovery import MOVES, ServerFacts, memory_rules, probe, probe_file
 from engine_adapter.llama_server.mirror_events import TOKENS_PER_BLOCK, MirrorEvents
 from engine_adapter.llama_server.options import SERVED, LlamaServerSpec
 from engine_adapter.llama_server.plan import SlotRates, worth_saving
@@ -76,20 +69,17 @@ class ServerSession:
     may_try: bool = True  # it may probe the server, and empty and save slots; else it changes nothing there
     told: Probed | None = None  # what probing a process with the same flags has told
     is_too_slow: bool = False  # the server did not answer the probe in time before; it is not probed again
-    # What is known of how long its work takes, from earlier processes too.
-    rates: SlotRates = field(default_factory=SlotRates)
+    rates: SlotRates = field(default_factory=SlotRates)  # of its work, from earlier processes too
     # Manages its slots; None if they cannot be managed, and the server chooses them itself.
     scheduler: SlotScheduler | None = field(default=None, init=False)
     verbs: SlotVerbs | None = field(default=None, init=False)  # the admin verbs on its slots; None likewise
     # Reasons why kvpin cannot use it fully, beyond the findings of the facts.
     findings: list[Finding] = field(default_factory=list, init=False)
-    # What its slots and files hold, as events.
-    mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)
+    mirror: MirrorEvents = field(default_factory=MirrorEvents, init=False)  # of its slots and files
     is_probing: bool = field(default=False, init=False)
     _has_files: bool = field(default=False, init=False)
     _shares_directory: bool = field(default=True, init=False)
-    # The file that the probe left in a directory that kvpin does not know.
-    _left: str = field(default="", init=False)
+    _left: str = field(default="", init=False)  # the probe's file, in a directory that kvpin does not know
     _write_back: asyncio.Task[None] | None = field(default=None, init=False)
     _probes: ServerRecord[Probed] | None = field(default=None, init=False)
 
@@ -142,6 +132,11 @@ class ServerSession:
         return self.scheduler is not None and self.scheduler.contents.can_restore
 
     @property
+    def facts_now(self) -> ServerFacts:
+        """The facts, with what the work on its slots has shown since."""
+        return self.facts if self.scheduler is None else self.scheduler.contents.facts
+
+    @property
     def is_lost(self) -> bool:
         """True if the server turned out to be another process."""
         return self.scheduler is not None and self.scheduler.is_lost
@@ -150,7 +145,7 @@ class ServerSession:
     def probed(self) -> Probed | None:
         """The results of the probe; None if the next process has to be probed, too."""
         facts = self.facts
-        if not self._has_files or facts.ram_cache is None:
+        if facts.ram_cache is None or not (self._has_files or facts.is_unified):
             return None
         return Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
 
@@ -161,16 +156,28 @@ class ServerSession:
             return False
         return (await read_pulse(self._control)).instance == instance
 
+    @property
+    def _lacks_probe(self) -> bool:
+        is_open = self.facts.has_slots and self.facts.ram_cache is None
+        return is_open and self.may_try and not self.is_too_slow
+
+    async def can_be_probed(self) -> bool:
+        """True if the server was too busy to be probed when kvpin connected, and does nothing now."""
+        return self._lacks_probe and not any(state.is_processing for state in await read_slots(self._control))
+
     async def try_out(self) -> None:
-        """Probes a server that was too busy for it when kvpin connected."""
+        """Probes a server that was too busy for it before. EngineUnavailable: its slots share one pool."""
         scheduler = self.scheduler
-        if scheduler is None or not self._may_probe or self.facts.ram_cache is not None:
+        if scheduler is None:
             return
         idle = scheduler.contents.table.idle()
-        if idle and not scheduler.streams and not scheduler.waiting:
+        if self._lacks_probe and idle and not scheduler.streams and not scheduler.waiting:
             slot = min(idle, key=lambda slot: (slot.dirty, slot.length))
             work = partial(self._try_out_on, scheduler.contents)
             await scheduler.take(slot.id, SlotOperation.FOREIGN, work)
+        if self.facts.is_unified:
+            scheduler.is_lost = True
+            raise EngineUnavailable("its slots share one KV pool, as the probe shows only now")
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
         contents.mark_unknown(slot, None)
@@ -189,7 +196,7 @@ class ServerSession:
                 self.facts = replace(
                     self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified, kind=told.memory
                 )
-            elif self._may_probe and not any(state.is_processing for state in states):
+            elif self._lacks_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
         if not self.facts.has_slots or self.facts.looks_unified:
             return
@@ -227,10 +234,6 @@ class ServerSession:
                 # Log a bug in it, and let nothing else fail.
                 log.exception("%s: writing slots back crashed; it starts again in 1 s", self._spec.id)
                 await asyncio.sleep(1.0)
-
-    @property
-    def _may_probe(self) -> bool:
-        return self.may_try and not self.is_too_slow
 
     async def _probe(self, slot_id: int) -> None:
         self.is_probing = True

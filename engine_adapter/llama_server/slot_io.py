@@ -31,7 +31,7 @@ LOOK_S, LATE_S = 5.0, 2.0
 # Pauses between looks at a slot whose client left: the server notices that only after an idle second.
 _POLL_S = (0.02, 0.15, 1.2)
 # A question that changes nothing, and waits in the same queue as requests.
-_QUEUED = "/lora-adapters"
+_ADAPTERS = "/lora-adapters"
 # Time from the last byte of a request to its place in the server's queue.
 _ARRIVAL_S = 0.02
 _ASK_S = 3.0
@@ -142,7 +142,7 @@ async def _is_done(control: ControlClient, slot_id: int) -> bool:
     takes no more connections, answers nothing that waits in its queue, and does not end while somebody waits
     (llama.cpp 0c1e570)."""
     try:
-        await _between_steps(partial(control.get, _QUEUED))
+        await _between_steps(partial(control.get, _ADAPTERS))
         return not (await read_slots(control))[slot_id].is_processing
     except EngineUnreachable as error:
         raise EngineLost(f"slot {slot_id}: the server ends") from error
@@ -182,6 +182,11 @@ async def _between_steps(ask: Callable[[], Awaitable[_Told]]) -> _Told:
     return await ask()
 
 
+async def read_adapters(control: ControlClient) -> list[Any]:
+    """The server's LoRA adapters, each with its scale. A server that began without any gets none."""
+    return await _between_steps(partial(control.read_optional, list[Any], _ADAPTERS)) or []
+
+
 def spare_slot(slots: Sequence[SlotState]) -> int:
     """The slot whose content is cheapest to lose: an idle one if possible, with the fewest tokens."""
     return min(slots, key=lambda slot: (slot.is_processing, slot.n_tokens or 0, slot.id)).id
@@ -198,12 +203,11 @@ async def when_idle(control: ControlClient, slot_id: int) -> SlotState:
 
 
 async def until_all_arrived(control: ControlClient) -> None:
-    """Waits until every request sent so far runs or is gone. A request whose client left may still wait
-    behind a long step and then start. The server answers `/slots` during the step and does not show the
-    request."""
+    """Waits until every request sent so far runs or is gone. One whose client left may still wait behind a
+    long step and then start. During the step, the server answers `/slots` and does not show the request."""
     await asyncio.sleep(_ARRIVAL_S)
     with suppress(EngineRejected):  # a server without this route
-        await _between_steps(partial(control.get, _QUEUED))
+        await _between_steps(partial(control.get, _ADAPTERS))
 
 
 async def end_copies(control: ControlClient, slot_id: int) -> None:

@@ -142,7 +142,7 @@ class SlotVerbs:
         scheduler, tally = self._scheduler, _Tally()
         cached = None if self._contents.facts.keeps_none_itself else _SERVER_CACHE
         for slot in self._contents.table:
-            await _until_still(slot)
+            await self._until_still(slot)
         slots = self._free([slot for slot in self._contents.table if _matches(slot, target)], tally)
         entries, kept = self._saved(target)
         if kept:
@@ -150,7 +150,7 @@ class SlotVerbs:
         tally.total = sum(map(_blocks, slots)) + sum(map(_blocks, entries))
         for slot in slots:
             blocks, reason = _blocks(slot), cached
-            await _until_still(slot)
+            await self._until_still(slot)
             if slot.is_idle:
                 await scheduler.take(slot.id, SlotOperation.ERASE, self._contents.erase)
             else:
@@ -228,11 +228,11 @@ class SlotVerbs:
         tally.left = +tally.left
         return free
 
-
-async def _until_still(slot: Slot) -> None:
-    """Waits while kvpin itself moves what the slot holds: a save would outlive a flush."""
-    while slot.operation in _OWN_WORK:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(_POLL_S)
+    async def _until_still(self, slot: Slot) -> None:
+        """Waits while kvpin itself moves what the slot holds: a save would outlive a flush. The session's end
+        may leave the mark of such work there for ever."""
+        while slot.operation in _OWN_WORK and not self._scheduler.is_closed:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(_POLL_S)
 
 
 def _blocks(held: Slot | Saved) -> int:
@@ -240,8 +240,7 @@ def _blocks(held: Slot | Saved) -> int:
 
 
 def _matches(held: Slot | Saved, target: KvTarget) -> bool:
-    """True if content shares at least one full leading block with the target. A target of everything includes
-    unknown content."""
+    """True if content shares a full leading block with the target; one of everything, unknown content."""
     if isinstance(held, Slot) and held.is_empty:
         return False
     if target.token_ids is None:

@@ -237,8 +237,9 @@ class Monitor:
         self.split(engine, info)
         _log_changes(engine, before, info)
         pool = self._fleet.pool_of(engine)
-        if info.gpu_blocks != before.gpu_blocks or info.tokenizer != before.tokenizer:
-            pool = await self._join(engine, info)  # its model was loaded for the first time
+        tells = Capability.KV_EVENTS in info.capabilities - before.capabilities
+        if tells or info.gpu_blocks != before.gpu_blocks or info.tokenizer != before.tokenizer:
+            pool = await self._join(engine, info)  # its model was loaded for the first time, or tried out
         elif pool is not None and not (info.names_process or engine.sure.is_set()):
             engine.connections += 1  # what was prepared for it may be another process's
             self._renderings.prove_again(engine, pool)

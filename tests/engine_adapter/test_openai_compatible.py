@@ -39,6 +39,20 @@ async def test_with_and_without_a_health_route(connect, routes):
         await adapter.load()
 
 
+async def test_a_health_route_that_was_not_there_once_is_looked_for_at_the_next_connection(connect):
+    """A proxy before the engine answers 404 while the engine is deployed."""
+    status = [404]
+    health = Route("/health", lambda _: JSONResponse({}, status[0]))
+    with served(Starlette(routes=[Route("/v1/models", models), health])) as url:
+        adapter = connect(url, api_key="k")
+        await adapter.connect()
+        status[0] = 200
+        await adapter.connect()
+        status[0] = 500
+        with pytest.raises(EngineUnavailable, match="/health answered 500"):
+            await adapter.load()
+
+
 async def test_the_operator_names_model_and_tokenizer(connect):
     with served(Starlette(routes=[Route("/v1/models", models)])) as url:
         info = await connect(url, api_key="k", model="n", tokenizer="/t").connect()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 
 from engine_adapter import (
@@ -18,7 +21,10 @@ from engine_adapter import (
     NotSupported,
 )
 from engine_adapter.llama_server import saved_files
+from engine_adapter.llama_server import session as session_module
+from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
+from tests.llama import running_llama_router
 
 PLAIN = {Capability.CACHED_TOKENS, Capability.TOKENIZE}
 SLOTS = PLAIN | {Capability.KV_EVENTS, Capability.CACHE_SALT, Capability.PIN}
@@ -162,3 +168,72 @@ class TestWhatItCanDo:
             assert not world.adapter.forecast(KvTarget(prompt_of(1))).firm
             for salt in ("a", "b", "a"):
                 assert (await world.ask(prompt_of(2), salt=salt))[1] == 0
+
+
+class TestRoutersModel:
+    """What a probe has told of a model's process is true of the next one only if that is alike."""
+
+    @pytest.fixture
+    def models(self, tmp_path):
+        directory = tmp_path / "models"
+        directory.mkdir()
+        shutil.copy(gguf_path("tiny"), directory / "m.gguf")
+        return directory
+
+    async def ended(self, world):
+        async with asyncio.timeout(WAIT_S):
+            while world.adapter._session is not None:  # noqa: ASYNC110 - the router tells it
+                await asyncio.sleep(0.01)
+
+    async def test_another_file_is_another_memory(self, tmp_path, models, save_dir):
+        with running_llama_router(tmp_path / "log", models, "--swa-full", save_dir=save_dir) as router:
+            async with slot_world(router.url, host_cache_dir=str(save_dir), model="m") as world:
+                for shape in ("tiny", "tiny", "swa"):
+                    shutil.copy(gguf_path(shape), models / "m.gguf")
+                    await world.ask(prompt_of(1), model="m")
+                    contents = world.adapter._session.scheduler.contents
+                    assert contents.rules.loses_window == (shape == "swa")
+                    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+                        await client.post("/models/unload", json={"model": "m"})
+                    await self.ended(world)
+
+    async def test_other_flags_may_mean_a_cache_that_serves_every_tenant(self, tmp_path, models, save_dir):
+        def start(ram, port=0):
+            flags = "--cache-ram", ram
+            return running_llama_router(tmp_path / "log", models, *flags, save_dir=save_dir, port=port)
+
+        async with AsyncExitStack() as stack:
+            world, port = None, 0
+            for ram in ("0", "64", "0"):
+                with start(ram, port) as router:
+                    if world is None:
+                        told = {"host_cache_dir": str(save_dir), "model": "m"}
+                        world = await stack.enter_async_context(slot_world(router.url, **told))
+                        port = router.port
+                    await self.ended(world)  # the restart was noticed
+                    for _ in range(2):  # before a request has loaded it, and while it is loaded
+                        info = await world.adapter.connect()
+                        assert (Capability.CACHE_SALT in info.capabilities) == (ram == "0")
+                        await world.ask(prompt_of(1), salt="a", model="m")
+                    assert world.adapter._session.facts.ram_cache == (ram != "0")
+
+    async def test_a_client_that_leaves_in_mid_probe_says_nothing_of_its_speed(
+        self, tmp_path, models, save_dir, monkeypatch
+    ):
+        began = asyncio.Event()
+
+        async def never(*_, **__):
+            began.set()
+            await asyncio.Event().wait()
+
+        with running_llama_router(tmp_path / "log", models, save_dir=save_dir) as router:
+            async with slot_world(router.url, host_cache_dir=str(save_dir), model="m") as world:
+                with monkeypatch.context() as slowly:
+                    slowly.setattr(session_module, "probe", never)
+                    leaves = asyncio.create_task(world.ask(prompt_of(1), model="m"))
+                    await began.wait()
+                    leaves.cancel()
+                    await asyncio.wait([leaves])
+                await world.ask(prompt_of(1), model="m")
+                assert Capability.CACHE_SALT in (await world.adapter.connect()).capabilities
+                assert world.adapter.findings() == ()

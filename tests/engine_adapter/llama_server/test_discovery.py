@@ -13,9 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from engine_adapter.errors import EngineSpecError, EngineUnavailable
-from engine_adapter.llama_server.checkpoints import PLAIN, MemoryRules
+from engine_adapter.llama_server.checkpoints import PLAIN, MemoryKind, MemoryRules
 from engine_adapter.llama_server.discovery import (
-    MemoryKind,
     ServerFacts,
     discover,
     file_digest,

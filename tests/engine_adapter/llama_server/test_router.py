@@ -495,6 +495,9 @@ async def test_a_call_names_its_model_and_loads_none():
         told = await client.call("POST", "/echo?x=1", json={"y": 2})
         assert told["query"] == f"x=1&{query}"
         assert msgspec.json.decode(told["body"]) == {"model": "org/a&b:Q8", "y": 2}
-        told = await client.call("POST", "/echo", json={})
-        assert msgspec.json.decode(told["body"]) == {"model": "org/a&b:Q8"}
+        for empty in (b"{}", b" { }\n"):
+            told = await client.call("POST", "/echo", content=empty)
+            assert msgspec.json.decode(told["body"]) == {"model": "org/a&b:Q8"}
+        told = await client.call("POST", "/echo", content=b'\n{ "y": 2}')  # as a client wrote it
+        assert msgspec.json.decode(told["body"]) == {"model": "org/a&b:Q8", "y": 2}
         await client.aclose()

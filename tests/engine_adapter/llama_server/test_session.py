@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+import shutil
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
+import gguf
+import httpx
+import numpy as np
 import pytest
 
 from engine_adapter import Capability, EngineUnavailable, KvTarget, KvVerb, NotSupported, make_adapter
@@ -16,7 +20,7 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.llama_server.session import ServerSession, dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
-from scripts.make_gguf import gguf_path
+from scripts.make_gguf import SHAPES, gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import no_directory, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.engines import engine_spec
@@ -78,6 +82,67 @@ async def test_a_server_is_tried_out_once(server, save_dir, control_of):
     assert all(tokens for _, tokens in held[0])
 
 
+async def test_a_model_out_of_reach_costs_the_first_connection_a_slot_and_no_other(
+    start_llama, save_dir, tmp_path
+):
+    """Nor a kvpin that only looks, as `kvpin doctor` does."""
+    model = shutil.copy(gguf_path("tiny"), tmp_path / "model.gguf")
+    server = start_llama(model=model, slots=1, ctx=1024, save_dir=save_dir)
+    model.unlink()  # the server keeps it open
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        before = await world.adapter.connect()
+        await world.ask(prompt_of(1))
+        assert await world.adapter.connect() == before
+        assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
+        async with aclosing(make_adapter(engine_spec("llama_server", server.url, "looks"))) as looks:
+            looks.may_try = False
+            assert (await looks.connect()).model == before.model
+        assert (await world.ask(prompt_of(1)))[1:] == (99, 99)
+
+
+def make_lora(path):
+    """Writes an adapter of the tiny model that changes the keys of its first layer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    random, shape = np.random.default_rng(1), SHAPES["tiny"]
+    for part, size in (("a", (4, shape.width)), ("b", (shape.kv_heads * shape.head_width, 4))):
+        writer.add_tensor(f"blk.0.attn_k.weight.lora_{part}", random.standard_normal(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+async def test_kv_of_other_lora_scales_is_neither_restored_nor_saved(start_llama, save_dir, tmp_path):
+    """An operator sets them while the server runs. It keeps its slots."""
+    lora = make_lora(tmp_path / "lora.gguf")
+    server = start_llama("--lora", str(lora), slots=1, ctx=1024, save_dir=save_dir)
+
+    def scale(to):
+        told = [{"id": 0, "scale": to}]
+        httpx.post(f"{server.url}/lora-adapters", json=told, trust_env=False).raise_for_status()
+
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        right = (await world.ask(prompt_of(1)))[0]
+        await world.until(lambda slots: slots[0]["saved"] == slots[0]["tokens"] == 103)
+        scale(0.5)
+        for seed in (2, 1, 2):
+            assert (await world.ask(prompt_of(seed)))[1] == 0
+            await world.until_idle()
+        assert len(await world.files()) == 1
+        with pytest.raises(EngineUnavailable, match="its LoRA adapters have changed"):
+            await world.adapter.load()
+        await world.adapter.connect()
+        assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
+        await world.until(lambda slots: slots[0]["saved"] == slots[0]["tokens"] == 103)
+        scale(1.0)
+        await world.adapter.connect()  # any question shows it
+        assert await world.ask(prompt_of(1)) == (right, 99, 99)
+
+
 async def test_servers_that_share_a_directory_are_tried_out_at_once(start_llama, save_dir):
     servers = [start_llama(slots=2, ctx=1024, save_dir=save_dir) for _ in range(3)]
 
@@ -107,20 +172,61 @@ async def test_a_directory_that_cannot_be_used_is_told(server, tmp_path):
         assert (await world.ask(prompt_of(1)))[1:] == (0, 0)
 
 
-async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
-    control = control_of(server.url)
-    body = {"prompt": list(prompt_of(1)), "n_predict": 300, "ignore_eos": True, "id_slot": 1}
+@asynccontextmanager
+async def busy(control):
+    """While this lasts, the server computes a long answer."""
+    body = {"prompt": list(prompt_of(1)), "n_predict": 900, "ignore_eos": True, "id_slot": 1}
     running = asyncio.create_task(control.call("POST", "/completion", json=body))
     while not any(slot.is_processing for slot in await read_slots(control)):  # noqa: ASYNC110 - it starts
         await asyncio.sleep(0)
-    session = await begun()
-    assert session.facts.ram_cache is None
-    assert not session.facts.keeps_none_itself
-    await running
+    yield
+    assert not running.done()
+    running.cancel()
+    while any(slot.is_processing for slot in await read_slots(control)):  # noqa: ASYNC110 - it ends
+        await asyncio.sleep(0)
+
+
+async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
+    async with busy(control_of(server.url)):
+        session = await begun()
+        assert session.facts.ram_cache is None
+        assert not session.facts.keeps_none_itself
+    await session.scheduler.settled()
     await session.try_out()
     assert session.facts.keeps_none_itself
     assert session.scheduler.contents.table.violations == 0
     await session.try_out()  # again is nothing
+
+
+@pytest.mark.parametrize("saves", [True, False])
+async def test_a_pool_that_a_late_probe_finds_is_left_to_the_server(start_llama, save_dir, control_of, saves):
+    server = start_llama("-kvu", slots=2, ctx=1024, save_dir=save_dir)
+    told, control = {"host_cache_dir": str(save_dir)} if saves else {}, control_of(server.url)
+    async with AsyncExitStack() as stack:
+        async with busy(control):
+            world = await stack.enter_async_context(slot_world(server.url, **told))
+            assert Capability.PIN in world.adapter.capabilities
+        await world.until_idle()
+        with pytest.raises(EngineUnavailable, match="share one KV pool"):
+            await world.adapter.load()
+        async with busy(control):  # what was found is known
+            assert Capability.PIN not in (await world.adapter.connect()).capabilities
+        assert "-no-kvu -np 2" in " ".join(map(str, world.adapter.findings()))
+
+
+async def test_slots_that_may_share_a_pool_are_managed_once_a_late_probe_has_shown_that_they_do_not(
+    start_llama, save_dir, control_of
+):
+    """Each has the model's whole context, so they look like one pool."""
+    server = start_llama(slots=2, ctx=32768, save_dir=save_dir)
+    async with AsyncExitStack() as stack:
+        async with busy(control_of(server.url)):
+            world = await stack.enter_async_context(slot_world(server.url, host_cache_dir=str(save_dir)))
+            assert not (await world.adapter.load()).outdated
+            assert Capability.PIN not in world.adapter.capabilities
+        assert (await world.adapter.load()).outdated
+        assert {Capability.PIN, Capability.CACHE_SALT} <= (await world.adapter.connect()).capabilities
+        assert not (await world.adapter.load()).outdated
 
 
 async def test_a_server_that_is_too_slow_for_the_probe_is_used_without(server, save_dir, monkeypatch):

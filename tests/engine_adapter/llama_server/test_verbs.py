@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from engine_adapter import BlocksRemoved, BlocksStored, KvTarget, KvVerb, Tier
+from engine_adapter import BlocksRemoved, BlocksStored, EngineUnavailable, KvTarget, KvVerb, Tier
 from engine_adapter.llama_server.slots import SlotOperation
-from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
 
 
 @pytest.fixture
@@ -63,6 +63,21 @@ class TestFlush:
         assert dict(progress.left) == {}
         assert await world.held() == {}
         assert await world.files() == []
+
+    async def test_the_end_of_a_session_ends_the_wait_for_a_slot(self, world):
+        """It cuts short work that has not begun, which leaves its mark on the slot."""
+        await world.ask(prompt_of(1))
+        await world.until_idle()
+        scheduler = world.adapter._session.scheduler
+        # In one step of the loop: the save is told, and ended before its first own step.
+        saving = asyncio.create_task(scheduler.take(0, SlotOperation.SAVE, scheduler.contents.save))
+        flushing = asyncio.create_task(world.do(KvVerb.FLUSH))
+        while scheduler.contents.table[0].operation is not SlotOperation.SAVE:  # noqa: ASYNC110 - it starts
+            await asyncio.sleep(0)
+        await scheduler.aclose()
+        async with asyncio.timeout(WAIT_S):
+            ends = await asyncio.gather(saving, flushing, return_exceptions=True)
+        assert isinstance(ends[0], EngineUnavailable)
 
     async def test_what_the_servers_own_cache_may_keep_is_left(self, start_llama, save_dir):
         server = start_llama("--cache-ram", "64", slots=2, ctx=1024, save_dir=save_dir)

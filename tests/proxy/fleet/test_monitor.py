@@ -365,6 +365,14 @@ class TestChanges:
         await world.state(engine, EngineState.READY)
         assert len(world.fleet.pools["m"].index) == 0
 
+    async def test_its_events_are_followed_once_it_has_them(self, world):
+        """As a llama-server that was too busy to be tried out when it joined."""
+        engine, adapter = await world.ready(adapter=ChangingAdapter("a", info=INFO))
+        await self.change(world, engine, adapter, capabilities=frozenset({Capability.KV_EVENTS}))
+        await until(lambda: adapter.subscriptions == 1)
+        await self.change(world, engine, adapter, max_model_len=8)
+        assert adapter.subscriptions == 1
+
 
 class ChangingAdapter(FakeAdapter):
     outdated = False
