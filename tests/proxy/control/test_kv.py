@@ -61,6 +61,17 @@ async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv
     assert [part.engine for part in others.parts] == ["b"]
 
 
+@pytest.mark.parametrize("target", [Target(all=True), Target(token_ids=tokens(64))])
+async def test_an_engine_that_leaves_before_its_part_begins_fails_only_that(world, learned, target):
+    for fake in learned:
+        world.served(fake, tokens(64))
+    operation = await world.kv.operate(KvVerb.FLUSH, target)
+    world.fleet.leave(world.engines["a"])
+    errors = {part.engine: part.error for part in (await finished(operation)).parts}
+    assert errors == {"a": "it is not connected any more", "b": None}
+    assert not learned[1].tiers
+
+
 async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_between_slices(world, learned):
     a, _ = learned
     world.served(a, tokens(64))
