@@ -271,7 +271,9 @@ def parts_of(
         (each.engine.id, str(each.engine.adapter.not_supported(capability))) for each in selection.unable
     ]
     for each in selection.away:
-        why = "it is not connected" if each.mine.is_set() else f"another kvpin uses it ({each.owner})"
+        why = each.last_error or "it is not connected"
+        if each.owner is not None:
+            why = f"another kvpin uses it ({each.owner})"
         cannot.append((each.id, f"what it holds was not flushed, because {why}"))
     failed = partial(OperationPart, verb=capability.value, state=OperationState.FAILED)
     return able, [failed(engine, error=why) for engine, why in cannot]
