@@ -125,14 +125,15 @@ class Reconciler:
             finders: the sources, by name.
             grace_s: time that requests of an engine that leaves get to end.
         """
-        wanted, before = dict(finders), self._settings
+        wanted, before, sources = dict(finders), self._settings, dict(self.sources)
         gone = {name: self.sources.pop(name) for name in self.sources.keys() - wanted.keys()}
         self._settings = tuple(settings)
         try:
             changes = self._settle()
         except EngineSpecError:
             self._settings = before
-            self.sources.update(gone)
+            self.sources.clear()
+            self.sources.update(sources)  # in their order
             raise
         self._grace_s = grace_s
         for order, entry in self._by_order(self._settings).items():
