@@ -559,8 +559,7 @@ class Metrics:
             histograms["kvpin_request_duration_seconds"][model, engine].observe(record.duration_s, trace_id)
         if (placement_s := record.placement_s) is not None:
             histograms["kvpin_placement_seconds"][(model,)].observe(placement_s, trace_id)
-        if record.queued_s is not None:
-            self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
+        self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
         if record.prefilled_by is not None:
             self._took("kvpin_first_leg_seconds", (model,), record.first_leg_s, trace_id)
             self._took("kvpin_transfer_seconds", (model,), record.transfer_s, trace_id)
