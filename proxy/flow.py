@@ -82,7 +82,7 @@ class Flow:
     requests: RequestRecords  # keeps a record of each request
     rules: Rules  # the limits of a request's life
     observe: Callable[[RequestRecord], None]  # called with each finished record, for metrics
-    # Called whenever a request is placed on an engine, before it is sent there.
+    # Called whenever a recorded request is placed on an engine, before it is sent there.
     placed: Callable[[RequestRecord, Placement], None] = lambda _record, _placement: None
     wait_s: float = 2.0  # how long a request waits when no engine takes requests: clients retry by themselves
     budget: RetryBudget = field(default_factory=RetryBudget)  # retries of all requests together
@@ -328,7 +328,8 @@ class Flow:
         record, engine = request.record, placement.chosen.engine
         record.placement = request.placement = placement
         record.attempts.append(engine)
-        self.placed(record, placement)
+        if request.reply.recorded:  # else nothing will tell of its end
+            self.placed(record, placement)
         request.placed(engine)
         return True
 

@@ -147,6 +147,8 @@ class KvOrders:
         )
 
     async def _do(self, verb: KvVerb, share: Share, selection: Selection, part: OperationPart) -> None:
+        if share.pool.engines.get(share.engine.id) is not share.engine:
+            raise NoEngine("it is not connected any more")
         flush = self._clear_view(share, selection) if verb is KvVerb.FLUSH else None
         complete, now = False, KvProgress(0, 0)
         try:

@@ -125,14 +125,15 @@ class Reconciler:
             finders: the sources, by name.
             grace_s: time that requests of an engine that leaves get to end.
         """
-        wanted, before = dict(finders), self._settings
+        wanted, before, sources = dict(finders), self._settings, dict(self.sources)
         gone = {name: self.sources.pop(name) for name in self.sources.keys() - wanted.keys()}
         self._settings = tuple(settings)
         try:
             changes = self._settle()
         except EngineSpecError:
             self._settings = before
-            self.sources.update(gone)
+            self.sources.clear()
+            self.sources.update(sources)  # in their order
             raise
         self._grace_s = grace_s
         for order, entry in self._by_order(self._settings).items():
@@ -485,13 +486,15 @@ class Reconciler:
                 )
 
     def _users(self, engine: Engine) -> list[Engine]:
-        """The other engines whose adapters use the server of one that takes a single one: each would believe
-        that the slots are its own."""
-        if not engine.adapter.one_owner:
-            return []
+        """The other engines that have to end first: those whose adapters use the server of one that takes a
+        single one, as each would believe that the slots are its own; and those that had the id of one that
+        kvpin starts, as the memory may have room for one process only."""
         held = {each for each, member in self._members.items() if member.is_held}
         there = {*self._fleet.engines.values(), *self._members} - held - {engine}
-        return [each for each in there if each.adapter.spec.is_same(engine.adapter.spec)]
+        if self._members[engine].process is not None:
+            return [each for each in there if each.id == engine.id]
+        is_single, spec = engine.adapter.one_owner, engine.adapter.spec
+        return [each for each in there if is_single and each.adapter.spec.is_same(spec)]
 
     # Changing.
 
@@ -506,7 +509,7 @@ class Reconciler:
         """True if another engine of its model is being replaced, or is one of kvpin's own and not ready."""
         pool = self._fleet.pool_of(engine)
         away = [self._fleet.engines[name] for name in pool.away] if pool is not None else []
-        return any(self._is_connecting(each) or each.process is not None for each in away)
+        return any(self._is_connecting(each) or self._members[each].process is not None for each in away)
 
     async def _change_in_turn(self, member: _Member, made: _Made) -> None:
         log.info(

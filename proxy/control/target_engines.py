@@ -151,7 +151,8 @@ class Targets:
         return tuple(away)
 
     def _holders(self, prefix: Prefix, target: Target, capability: Capability) -> list[Engine]:
-        """Engines that hold any of the prefix, or may hold it unseen. A named engine counts in any case."""
+        """Engines that hold any of the prefix, or may hold it unseen. A named engine counts in any case.
+        Raises NoEngine if it left, or makes other tokens, since the prefix was tokenised."""
         lora = prefix.prompt.lora
         engines = {
             name: engine
@@ -159,6 +160,8 @@ class Targets:
             if (lora is None or lora in engine.loras) and prefix.rendering in (None, engine.prompts)
         }
         if target.engine is not None:
+            if target.engine not in engines:
+                raise NoEngine(f"engine {target.engine!r} has changed meanwhile; try again shortly")
             return [engines[target.engine]]
         if not prefix.chain.hashes:
             return []
@@ -268,7 +271,9 @@ def parts_of(
         (each.engine.id, str(each.engine.adapter.not_supported(capability))) for each in selection.unable
     ]
     for each in selection.away:
-        why = "it is not connected" if each.mine.is_set() else f"another kvpin uses it ({each.owner})"
+        why = each.last_error or "it is not connected"
+        if each.owner is not None:
+            why = f"another kvpin uses it ({each.owner})"
         cannot.append((each.id, f"what it holds was not flushed, because {why}"))
     failed = partial(OperationPart, verb=capability.value, state=OperationState.FAILED)
     return able, [failed(engine, error=why) for engine, why in cannot]

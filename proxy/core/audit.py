@@ -81,6 +81,13 @@ class AuditCounts(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
 
 
+def is_exact(predicted: int, reported: int, within: int) -> bool:
+    """True if a prediction was right. Predictions are in whole blocks of the pool. An engine with smaller
+    pages may reuse up to a block more, so a report of less than `within` tokens more than predicted is exact.
+    """
+    return 0 <= reported - predicted < within
+
+
 class EngineAudit:
     """Compares the predictions for one engine with its reports."""
 
@@ -109,20 +116,19 @@ class EngineAudit:
         self.unchecked[why] += 1
 
     def observe(self, predicted: int, reported: int, *, within: int = 1, evicted_since: bool = False) -> bool:
-        """Notes a finished request; both counts in tokens. Returns True if the view must be rebuilt now.
-        Predictions are in whole blocks of the pool. An engine with smaller pages may reuse up to a block
-        more, so a report of less than `within` tokens more than predicted is exact. A miss says nothing about
-        the view if the engine has evicted since the prediction (`evicted_since`): the blocks may have been
-        there when they were predicted. Such a miss is counted, but lowers no trust."""
-        is_exact = 0 <= reported - predicted < within
+        """Notes a finished request; both counts in tokens, `within` as in `is_exact`. Returns True if the
+        view must be rebuilt now. A miss says nothing about the view if the engine has evicted since the
+        prediction (`evicted_since`): the blocks may have been there when they were predicted. Such a miss is
+        counted, but lowers no trust."""
+        exact = is_exact(predicted, reported, within)
         counts = self.counts
         counts.checked += 1
-        counts.exact += is_exact
+        counts.exact += exact
         counts.predicted_tokens += predicted
         counts.reported_tokens += reported
-        if evicted_since and not is_exact:
+        if evicted_since and not exact:
             return False
-        self._recent.append(not is_exact)
+        self._recent.append(not exact)
         misses = sum(self._recent)
         if misses <= MAX_MISS_SHARE * len(self._recent):
             if len(self._recent) == WINDOW:

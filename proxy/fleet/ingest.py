@@ -73,7 +73,7 @@ class Ingest:
     def audit(self, engine: Engine, predicted: int, reported: int, *, evicted_since: bool = False) -> None:
         """Compares a prediction with the engine's report, in tokens. Persistent misses start a resync."""
         pool = self._fleet.pool_of(engine)
-        within = pool.tokens_per_block if pool is not None and _has_pages(engine, pool) else 1
+        within = exact_within(engine, pool)
         if engine.audit.observe(predicted, reported, within=within, evicted_since=evicted_since):
             log.warning(
                 "predictions miss; relearning the cache view from events",
@@ -149,6 +149,12 @@ def has_exact_events(engine: Engine, pool: Pool) -> bool:
     own = engine.info.tokens_per_block if engine.info is not None else None
     fits = own is not None and (own % pool.tokens_per_block == 0 or _has_pages(engine, pool))
     return engine.can(Capability.KV_EVENTS) and fits
+
+
+def exact_within(engine: Engine | None, pool: Pool | None) -> int:
+    """A prediction is exact if the engine reports less than that many tokens more; see `is_exact`."""
+    is_coarse = engine is not None and pool is not None and _has_pages(engine, pool)
+    return pool.tokens_per_block if pool is not None and is_coarse else 1
 
 
 def _has_pages(engine: Engine, pool: Pool) -> bool:

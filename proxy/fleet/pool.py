@@ -545,7 +545,7 @@ class Pool:
     def learn(self, engine: Engine, hashes: tuple[BlockHash, ...]) -> bool:
         """The engine served this chain. Without healthy events, it is assumed to hold it now, and nothing of
         it is pending. Returns whether it is."""
-        if engine.audit.trust is not Trust.APPROXIMATE or engine.id not in self.engines:
+        if engine.audit.trust is not Trust.APPROXIMATE or self.engines.get(engine.id) is not engine:
             return False
         self.index.served(engine.id, hashes)
         if evicted := engine.learned.learn(hashes):

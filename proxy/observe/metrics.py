@@ -13,7 +13,7 @@ import msgspec
 
 from engine_adapter import Tier
 from engine_adapter.off_loop import THREADS
-from proxy.core.audit import Trust
+from proxy.core.audit import Trust, is_exact
 from proxy.core.life import Cause
 from proxy.core.placement.decision import Placement
 from proxy.core.quotas import DAY_S, ByteBudget, UseBook
@@ -21,6 +21,7 @@ from proxy.core.reasons import reason_of
 from proxy.fleet.discovery import Source
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.ingest import exact_within
 from proxy.observe.metric_families import Buckets, Count, Family, SeriesOf
 from proxy.peers.peers import Peers
 from proxy.request.records import RequestRecord
@@ -471,9 +472,11 @@ class Metrics:
         counters["kvpin_prompt_tokens_total"][labels].number += placement.n_tokens
         counters["kvpin_available_cached_tokens_total"][labels].number += available_tokens(placement)
         counters["kvpin_predicted_cached_tokens_total"][labels].number += placement.predicted_tokens
-        if record.reported_tokens is not None:
-            missed = placement.firm and record.reported_tokens != placement.predicted_tokens
-            counters["kvpin_cached_tokens_total"][labels].number += record.reported_tokens
+        if (reported := record.reported_tokens) is not None:
+            pool = self.fleet.pools.get(record.served_as or "")
+            within = exact_within(self.fleet.engines.get(record.computed_by or ""), pool)
+            missed = placement.firm and not is_exact(placement.predicted_tokens, reported, within)
+            counters["kvpin_cached_tokens_total"][labels].number += reported
             counters["kvpin_saved_prefill_seconds_total"][labels].number += 0
             counters["kvpin_mispredictions_total"][labels].number += missed
         for served, saver, saved_s in self.saved_prefill(record):
@@ -556,8 +559,7 @@ class Metrics:
             histograms["kvpin_request_duration_seconds"][model, engine].observe(record.duration_s, trace_id)
         if (placement_s := record.placement_s) is not None:
             histograms["kvpin_placement_seconds"][(model,)].observe(placement_s, trace_id)
-        if record.queued_s is not None:
-            self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
+        self._took("kvpin_queued_seconds", (record.served_as or "",), record.queued_s, trace_id)
         if record.prefilled_by is not None:
             self._took("kvpin_first_leg_seconds", (model,), record.first_leg_s, trace_id)
             self._took("kvpin_transfer_seconds", (model,), record.transfer_s, trace_id)

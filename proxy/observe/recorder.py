@@ -72,6 +72,8 @@ class EngineWatch:
 
     def engines(self) -> list[RecordedEngine]:
         """The engines that are connected, as they are known now."""
+        for gone in self._token_s.keys() - self._fleet.engines.keys():
+            del self._token_s[gone]
         pools = self._fleet.pools.values()
         return [self._recorded(pool, engine) for pool in pools for engine in pool.engines.values()]
 
@@ -80,7 +82,6 @@ class EngineWatch:
         size = (info.tokens_per_block if info is not None else None) or 0
         blocks = (info.gpu_blocks, info.host_blocks) if info is not None else (None, None)
         gpu_tokens, host_tokens = (each * size if each is not None and size else None for each in blocks)
-        paces = self._token_s.get(engine.id)
         return RecordedEngine(
             id=engine.id,
             kind=engine.adapter.spec.kind,
@@ -91,7 +92,7 @@ class EngineWatch:
             samples=rates.pool.samples,
             interference=rates.pool.interference if rates.pool.learned else None,
             restore_tok_s=rates.pool.measured_tok_s.get(Tier.HOST),
-            token_s=median(paces) if paces else None,
+            token_s=median(paces) if (paces := self._token_s.get(engine.id)) else None,
         )
 
 

@@ -71,7 +71,9 @@ def contents(fleet: Fleet, to: int) -> Iterator[Contents]:
             if isinstance(session, int):
                 by_engine.setdefault(engine_id, []).append(session)
         for engine in list(pool.engines.values()):
-            yield Contents(to, engine.id, pool.placer.books[engine.id].rates.timings)
+            if (book := pool.placer.books.get(engine.id)) is None:
+                continue  # it has left since
+            yield Contents(to, engine.id, book.rates.timings)
             if engine.audit.trust is Trust.APPROXIMATE:
                 for part in in_parts(engine.learned.stretches()[::-1], len, PART):
                     yield Contents(to, engine.id, stretches=[packed(stretch) for stretch in part])

@@ -184,8 +184,8 @@ class Gate:
 
     def __init__(self, tenants: Tenants, bodies: ByteBudget, longest: int = 0) -> None:
         """`bodies`: memory for bodies that were read and that no engine has yet. One of several tenants may
-        have half of it, or one body. `longest`: bytes that one body may have."""
-        self._tenants, self.bodies, self._longest = tenants, bodies, longest
+        have half of it, or one body. `longest`: bytes that one body may have. Both may be changed."""
+        self._tenants, self.bodies, self.longest = tenants, bodies, longest
         # A tenant's budget lives as long as its requests.
         self._by_tenant = WeakValueDictionary[str, ByteBudget]()
 
@@ -199,8 +199,8 @@ class Gate:
         bodies = self.bodies
         if tenant is not None and self._tenants.isolated:
             if (own := self._by_tenant.get(tenant)) is None:
-                half = max(bodies.limit // 2, self._longest)
-                own = self._by_tenant[tenant] = ByteBudget(half, bodies)
+                own = self._by_tenant[tenant] = ByteBudget(0, bodies)
+            own.limit = max(bodies.limit // 2, self.longest)
             bodies = own
         if length and not bodies.has(length):
             raise _no_memory()

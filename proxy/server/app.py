@@ -299,6 +299,7 @@ class Proxy:
         self.tables.max_bytes = int(settings.limits.prompt_table_bytes)
         self.flow.requests.capacity = settings.limits.request_records
         self.gate.bodies.limit = _bodies_bytes(settings)
+        self.gate.longest = int(settings.limits.body_bytes)
         self.flow = replace(self.flow, rules=_rules(settings))
         self.live.end()  # viewers show their key again, which may be an old one
         return changes

@@ -16,7 +16,7 @@ RELOADED = frozenset(
     {
         "engines", "managed", "engines_file", "discovery", "api_keys", "admin_key", "admin_key_file",
         "metrics_key", "model_aliases", "default_model", "cors_origins", "ui", "limits", "retries",
-        "graceful_shutdown_s", "drain_s", "tls",
+        "graceful_shutdown_s", "drain_s", "timeouts", "tls",
     }
 )  # fmt: skip
 
@@ -44,6 +44,8 @@ def needs_restart(old: Settings, new: Settings) -> list[str]:
     """Names of settings that differ and count only when kvpin starts again."""
     names = [name for name in Settings.model_fields if name not in RELOADED]
     changed = [name for name in names if getattr(old, name) != getattr(new, name)]
+    if old.timeouts.connect_s != new.timeouts.connect_s:  # connections to engines keep it
+        changed.append("timeouts.connect_s")
     old_ca, new_ca = (tls and (tls.client_ca or "none") for tls in (old.tls, new.tls))
     return changed if old_ca == new_ca else [*changed, "tls"]  # certificate and key are read again
 

@@ -8,7 +8,7 @@ from functools import partial
 import httpx
 import pytest
 
-from engine_adapter import HttpTransport
+from engine_adapter import EngineSpecError, HttpTransport
 from proxy.control import reconciler
 from proxy.core.audit import Trust
 from proxy.fleet import discovery
@@ -151,6 +151,10 @@ async def test_a_source_that_fails_or_names_what_cannot_be_used_keeps_its_engine
         await until(lambda: "ca: " in (sources["one"].error or ""))
         assert are("s", "a", "b")
         assert [each.entry.id for each in sources["one"].found] == ["a", "s"]
+        bad = EngineSettings(kind="openai_compatible", url="https://127.0.0.1:1", ca=str(tmp_path / "no.pem"))
+        with pytest.raises(EngineSpecError, match="ca: "):
+            follow([bad], [("other", other)])
+        assert list(sources) == ["one", "other"]  # the first one is still believed
         mine = proxy.engines.add(found("mine", engine.url, headers={"x-to": "mine"}).entry)
         follow([static], [("one", one)])  # the other is gone
         await until(lambda: are("s", "a", "mine"))

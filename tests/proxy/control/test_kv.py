@@ -44,6 +44,7 @@ async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv
         world.served(fake, tokens(64))
     world.fleet.leave(world.engines["a"])
     world.fleet.add(KvFake("elsewhere")).give_to("kvpin-2")
+    world.fleet.add(KvFake("undecided")).give_to(None)
     prefix, everything = Target(token_ids=tokens(64)), Target(all=True)
     for target in (prefix, everything, Target(all=True, model=b.info.model)):
         operation = await finished(await world.kv.operate(KvVerb.FLUSH, target))
@@ -51,6 +52,8 @@ async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv
             "b": None,
             "a": "what it holds was not flushed, because it is not connected",
             "elsewhere": "what it holds was not flushed, because another kvpin uses it (kvpin-2)",
+            "undecided": "what it holds was not flushed, because only one kvpin may use it, and it is not "
+            "decided which one",
         }
         assert operation.state is OperationState.FAILED
         assert len(a.tiers) == 4
@@ -59,6 +62,17 @@ async def test_a_flush_fails_for_engines_that_are_away_and_may_still_hold_the_kv
     assert alone.state is OperationState.DONE
     others = await finished(await world.kv.operate(KvVerb.OFFLOAD, everything))
     assert [part.engine for part in others.parts] == ["b"]
+
+
+@pytest.mark.parametrize("target", [Target(all=True), Target(token_ids=tokens(64))])
+async def test_an_engine_that_leaves_before_its_part_begins_fails_only_that(world, learned, target):
+    for fake in learned:
+        world.served(fake, tokens(64))
+    operation = await world.kv.operate(KvVerb.FLUSH, target)
+    world.fleet.leave(world.engines["a"])
+    errors = {part.engine: part.error for part in (await finished(operation)).parts}
+    assert errors == {"a": "it is not connected any more", "b": None}
+    assert not learned[1].tiers
 
 
 async def test_a_flush_clears_the_view_before_it_is_done_and_can_be_cancelled_between_slices(world, learned):

@@ -139,6 +139,59 @@ async def test_a_process_ends_with_its_engine():
         await proxy.stop()
 
 
+@pytest.mark.parametrize("then", ["changed", "unnamed"])
+async def test_a_process_starts_once_those_that_had_its_id_have_ended(monkeypatch, then):
+    stop, may_end = ManagedEngine.stop, asyncio.Event()
+
+    async def slow_stop(process):
+        await may_end.wait()
+        await stop(process)
+
+    monkeypatch.setattr(ManagedEngine, "stop", slow_stop)
+    first, second, third = (
+        ManagedSettings(kind="openai_compatible", id="p", command=f"sh -c 'sleep 10{n} # {{port}}'")
+        for n in range(3)
+    )
+    async with started() as proxy:
+        proxy.engines.follow([first], grace_s=60)
+        old = proxy.fleet.engine("p")
+        await until(lambda: old.process.pid is not None)
+        proxy.engines.follow([second] if then == "changed" else [], grace_s=60)
+        await until(lambda: not proxy.fleet.has(old))
+        proxy.engines.follow([third], grace_s=60)
+        await asyncio.sleep(0.2)
+        running = [each for each in proxy.engines.processes if each.pid is not None]
+        may_end.set()
+        assert running == [old.process]
+        await until(lambda: (new := proxy.fleet.engine("p").process) is not None and new.pid is not None)
+        assert old.process.pid is None
+
+
+async def test_others_of_its_model_serve_while_a_process_waits_for_the_one_before_it(
+    engine, other, monkeypatch
+):
+    monkeypatch.setattr(managed_engine, "_free_port", lambda: other.port)
+    async with running(named("b", engine.url)) as proxy:
+        old_b = proxy.fleet.engine("b")
+
+        def follow(number, **more):
+            command = f"sh -c 'sleep 10{number} # {{port}}'"
+            mine = ManagedSettings(kind="openai_compatible", id="p", command=command)
+            proxy.engines.follow([mine, named("b", engine.url, **more)], grace_s=60)
+
+        follow(0)
+        await until(lambda: state(proxy, "p") is EngineState.READY)
+        old = proxy.fleet.engine("p")
+        old.leases.add(request := object())
+        follow(1)
+        follow(2, api_key="k")
+        await asyncio.sleep(0.1)
+        assert proxy.fleet.engine("b") is old_b
+        old.leases.discard(request)
+        await until(lambda: proxy.fleet.engine("b") is not old_b)
+        assert state(proxy, "p") is EngineState.READY
+
+
 async def test_engines_of_one_model_get_the_newest_settings_one_after_the_other(engine, other):
     async with running(named("a", engine.url), named("b", other.url)) as proxy:
         old_a, old_b = proxy.fleet.engines.values()

@@ -134,6 +134,24 @@ async def test_an_engine_that_is_down_has_no_pool(world, pair):
         await world.targets.prefix_of(Target(prompt="x", engine="a"))
 
 
+@pytest.mark.parametrize("change", ["leaves", "gets another builder"])
+async def test_an_engine_that_changes_while_the_prefix_is_tokenised_is_no_failure_of_kvpin(
+    world, pair, monkeypatch, change
+):
+    engine, build = world.engines["a"], PromptBuilder.build
+
+    async def slow_build(*args, **more):
+        if change == "leaves":
+            world.fleet.leave(engine)
+        else:
+            world.pool.part(engine)
+        return await build(*args, **more)
+
+    monkeypatch.setattr(PromptBuilder, "build", slow_build)
+    with pytest.raises(NoEngine, match="'a' has changed meanwhile; try again shortly"):
+        await world.targets.select(Target(messages=MESSAGES, engine="a"), Capability.FLUSH)
+
+
 async def test_a_prefix_concerns_engines_that_hold_any_of_it_or_may(world, pair):
     for engine in world.engines.values():
         engine.audit.synced()

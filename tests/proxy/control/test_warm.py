@@ -49,6 +49,14 @@ async def test_one_token_is_asked_of_the_engine_placement_picks_and_the_index_le
     assert (engine.ledger.in_flight, engine.ledger.placed, engine.audit.view().checked) == (0, 1, 1)
 
 
+async def test_the_page_is_not_told_of_it(world, servers):
+    """It would never hear of its end."""
+    viewer = world.proxy.live.join(snapshots=False)
+    await finished(await world.kv.warm(Target(token_ids=tokens(48))))
+    viewer.end()
+    assert (await viewer.take(), world.proxy.live._followed) == (b"", set())
+
+
 async def test_salt_and_extra_ids_go_along_or_it_is_not_supported(world, servers):
     await finished(await world.kv.warm(Target(token_ids=tokens(48), cache_salt="s", engine="a")))
     assert servers[0].seen[0].json["cache_salt"] == "s"

@@ -11,6 +11,7 @@ from engine_adapter import Capability, Forecast, JsonBody, Tier
 from proxy.core.admission import Needs
 from proxy.core.index.match import Match
 from proxy.core.placement.decision import Cost
+from proxy.core.placement.load import Work
 from proxy.fleet.engine import Engine, EngineState
 from proxy.prompt import Prompt
 from proxy.settings import LimitSettings
@@ -129,6 +130,17 @@ def test_a_flush_is_forgotten(fleet):
     assert held == (1, 0, 1)
     pool.wipe(engine)
     assert (len(pool.index), len(engine.learned)) == (0, 0)
+
+
+async def test_a_request_that_ends_on_a_replaced_engine_teaches_nothing_of_its_successor(fleet):
+    old, pool = add_ready(fleet, "a"), fleet.pools["m"]
+    chain = pool.chain(PROMPT)
+    placed = pool.placer.begin(monotonic(), "a", Work(40), chain)
+    new = fleet.replace(old, FakeAdapter("a"))
+    assert fleet.join(new, INFO) is pool
+    pool.end(old, placed, 40, None)
+    assert not pool.index.match(chain.hashes)
+    assert pool.learn(new, chain.hashes)
 
 
 class TestBusy:

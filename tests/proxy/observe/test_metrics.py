@@ -81,6 +81,13 @@ def test_a_finished_request_is_counted(fleet):
     assert value(metrics, "kvpin_request_duration_seconds_sum", **LABELS) == pytest.approx(2.0)
 
 
+def test_what_an_engine_with_small_pages_reuses_beyond_whole_blocks_is_no_misprediction(fleet):
+    reports = [{"reported_tokens": tokens} for tokens in (31, 32, 47, 48)]
+    for size, missed in ((16, 3), (1, 2)):
+        add_ready(fleet, "a", tokens_per_block=size)
+        assert value(counted(fleet, *reports), "kvpin_mispredictions_total", **LABELS) == missed
+
+
 def test_the_parts_of_a_streams_time(fleet):
     stream = {"arrived": 100.0, "placed": 100.3, "queued_s": 0.25, "first_byte_s": 0.5, "duration_s": 3.0}
     good = {"attempts": ["a"], "output_tokens": 23, **stream}

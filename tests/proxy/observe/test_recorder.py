@@ -403,6 +403,10 @@ async def test_what_engines_told_and_what_was_measured(tokenizer_dir):
         assert (measured.prefill, measured.samples) == (((500, 0.25),), 1)
         assert measured.interference == 0
         assert measured.token_s == pytest.approx(0.2)
+        world.fleet.leave(world.engines["a"])
+        assert (watch.engines(), [*watch._token_s]) == ([], ["a"])  # it may come back
+        world.fleet.remove(world.engines["a"])
+        assert (watch.engines(), [*watch._token_s]) == ([], [])
 
 
 LONG = "a tide table for every port, " * 40

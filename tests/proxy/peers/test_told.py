@@ -103,6 +103,15 @@ def test_what_is_learned_and_where_conversations_were_is_told_in_parts(monkeypat
     assert last == Contents(9)
 
 
+def test_an_engine_that_leaves_while_contents_are_told_is_left_out():
+    fleet = Fleet()
+    engines = [add_ready(fleet, name) for name in "abc"]
+    telling = contents(fleet, 9)
+    told = [next(telling)]
+    fleet.leave(engines[1])
+    assert [each.engine for each in (*told, *telling)] == ["a", "c", None]
+
+
 def test_what_is_adopted_is_older_than_all_that_is_known():
     fleet = Fleet()
     engine = add_ready(fleet, "a", gpu_blocks=4)

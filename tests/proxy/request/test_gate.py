@@ -153,6 +153,18 @@ class TestMemoryOfTenants:
         with self.gate(80).admit("alice", 80, 0.0) as admitted:
             admitted.hold(80)
 
+    def test_new_limits_count_while_a_tenant_has_requests(self):
+        gate = self.gate()
+        with gate.admit("alice", None, 0.0), pytest.raises(NoMemory):
+            gate.admit("alice", 51, 0.0)
+        with gate.admit("alice", None, 0.0) as first:
+            first.hold(40)
+            gate.longest = 80
+            gate.admit("alice", 40, 0.0).close()
+            gate.longest, gate.bodies.limit = 0, 60
+            with pytest.raises(NoMemory):
+                gate.admit("alice", 1, 0.0)
+
     def test_a_tenant_without_requests_costs_nothing(self):
         gate = self.gate()
         gate.admit("alice", 50, 0.0).close()

@@ -50,6 +50,13 @@ async def test_every_limit_reaches_what_it_limits():
         await proxy.stop()
 
 
+async def test_new_limits_of_bodies_count_without_a_restart():
+    proxy = Proxy(Settings(engines=(ELSEWHERE,), limits={"body_bytes": 1000}), HttpTransport())
+    proxy.reload(Settings(engines=(ELSEWHERE,), limits={"body_bytes": 3000, "bodies_bytes": 4000}))
+    assert (proxy.gate.longest, proxy.gate.bodies.limit) == (3000, 4000)
+    await proxy.stop()
+
+
 async def test_use_is_kept_when_the_number_of_workers_changes(tmp_path):
     """Three workers, then one process, then two workers: the first one has what no other counts."""
     key, of_two = (20_000, "acme", "m"), Siblings(tmp_path, 1, 2)

@@ -48,6 +48,9 @@ def test_a_new_secret_is_a_change_and_the_ids_are_the_first_free_ones():
 def test_what_counts_only_after_a_restart_is_named():
     old = Settings(retries=1, port=1)
     assert needs_restart(old, Settings(retries=2, port=2, reuse=True)) == ["port", "reuse"]
+    times = {"first_byte_s": 1, "idle_s": 1, "total_s": 1}
+    assert needs_restart(old, Settings(retries=1, port=1, timeouts=times)) == []
+    assert needs_restart(old, Settings(port=1, timeouts={"connect_s": 1})) == ["timeouts.connect_s"]
     tls, renewed, strict = (
         Settings(tls=TlsSettings(cert=Path(cert), client_ca=ca and Path(ca)))
         for cert, ca in (("a", None), ("b", None), ("b", "ca"))
