@@ -29,7 +29,9 @@ class Valkey:
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", str(binary), *flags], stdout=subprocess.DEVNULL
         )
-        for _ in range(1000):
+        for _ in range(12_000):
+            if self._process.poll() is not None:
+                raise RuntimeError("valkey-server ended")
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return
             time.sleep(0.01)

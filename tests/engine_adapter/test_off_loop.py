@@ -81,7 +81,7 @@ class TestFairness:
         assert threads.submit("b", "parse", lambda: 7).result(5) == 7
         assert sum(each.is_set() for each in begun) <= 2
         go.set()
-        assert all(each.result(5) for each in greedy)
+        assert all(each.result(5)[1] for each in greedy)
 
     def test_tenants_take_turns(self):
         threads, go, order = FairThreads(1, 1), threading.Event(), []

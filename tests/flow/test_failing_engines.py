@@ -4,7 +4,6 @@ import asyncio
 from contextlib import asynccontextmanager
 from time import monotonic
 
-import httpx
 import pytest
 
 from engine_adapter import EngineChanged
@@ -88,12 +87,12 @@ async def test_a_request_outlives_the_doubt_whether_its_only_engine_is_the_same_
 
 
 async def test_an_engine_that_does_not_answer_in_time_is_replaced():
-    async with two(rules=Rules(first_byte_s=0.1)) as (bad, _, proxy, client):
+    async with two(rules=Rules(first_byte_s=1.0)) as (bad, _, proxy, client):
         bad.script = hangs(headers=None)
         response = await client.post(CHAT, json=ASK)
         assert (response.status_code, response.headers["x-kvpin-engine"]) == (200, "b")
         assert proxy.fleet.engines["a"].last_error == (
-            "the engine did not answer within 0.1 s (timeouts.first_byte_s)"
+            "the engine did not answer within 1 s (timeouts.first_byte_s)"
         )
         await proxy.settled()
         assert counts(proxy) == [(0, 1), (1, 0)]
@@ -102,8 +101,10 @@ async def test_an_engine_that_does_not_answer_in_time_is_replaced():
 async def test_a_client_that_leaves_is_no_failure_of_the_engine():
     async with two() as (bad, _, proxy, client):
         bad.script = hangs(headers=None)
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post(CHAT, json=ASK, timeout=0.1)
+        leaves = asyncio.create_task(client.post(CHAT, json=ASK))
+        await bad.request()
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
         await proxy.settled()
         assert counts(proxy) == [(1, 0), (0, 0)]
 

@@ -88,8 +88,7 @@ async def test_all_workers_know_a_key_at_once_and_so_does_a_worker_that_starts_l
     other = json.loads((await in_thread(kvpin_keys, kvpin, "add", "--json")).stdout)
     os.kill(workers(kvpin)[0], signal.SIGKILL)
     await in_thread(kvpin_keys, kvpin, "remove", other["id"])
-    await becomes(lambda: len(workers(kvpin)) == 3)
-    await asyncio.sleep(3)
+    await becomes(lambda: kvpin.log.read_text().count("connections are accepted") == 3)
     assert await in_thread(statuses, kvpin, other["key"]) == {401: 20}
     assert await in_thread(statuses, kvpin, key) == {200: 20}
     assert key not in kvpin.log.read_text()

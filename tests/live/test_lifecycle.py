@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.forks import start
-from tests.live.answers import until
+from tests.live.answers import becomes, until
 from tests.live.conftest import Kvpin, running_kvpin, starting_kvpin
 from tests.processes import is_alive
 
@@ -66,7 +66,7 @@ async def terminated_during_streams(kvpin, tokens):
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         kvpin.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.5)
+        await becomes(lambda: "waiting for running answers" in kvpin.log.read_text())
         async with httpx.AsyncClient(base_url=kvpin.base_url) as late:
             with pytest.raises(httpx.ConnectError):
                 await late.get("/models")

@@ -30,6 +30,7 @@ from engine_adapter.llama_server.options import LlamaServerOptions
 from engine_adapter.llama_server.router import MAX_TOKENISING, Router, ServerClient
 from engine_adapter.llama_server.slot_io import read_pulse
 from tests.engines import served
+from tests.kv_world import until
 
 
 class FakeRouter:
@@ -320,7 +321,7 @@ async def test_other_models_are_served_and_loaded_while_one_loads():
     async with routing("a", "b", "c", most=3, stuck="b") as (fake, router):
         await ask(router, "a")
         stuck = asyncio.create_task(ask(router, "b"))
-        await asyncio.sleep(0.05)
+        await until(lambda: "load b" in fake.asked)
         await ask(router, "a")
         await ask(router, "c")
         assert not stuck.done()
@@ -335,7 +336,8 @@ async def test_a_model_that_loads_for_a_request_does_not_leave_before_it_has_ser
         asks = []
         for name in "ba":
             asks.append(asyncio.create_task(ask(router, name, order)))
-            await asyncio.sleep(0.05)
+            await until(lambda: "load b" in fake.asked)
+        await asyncio.sleep(0.05)
         fake.set("b", "loaded")
         await asyncio.gather(*asks)
         assert order == ["b", "a"]

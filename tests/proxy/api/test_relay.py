@@ -58,7 +58,7 @@ async def asked(tmp_path):
             await reader.readuntil(b"\r\n\r\n")
             for each in pieces:
                 writer.write(each)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.05)
             await reader.read()
             writer.close()
 
@@ -82,9 +82,9 @@ async def test_one_that_never_answers_is_a_time_limit(asked):
 
 async def test_a_stream_that_stands_still_breaks_off(asked):
     ask, client = asked
-    await ask(HEAD, PIECE, PIECE)
+    await ask(HEAD, *[PIECE] * 8)  # longer than the limit, in all
     assert (b"x-kvpin-changed", b"half_characters") in client.headers
-    assert client.got.startswith(b"data: {}\ndata: {}\n")
+    assert client.got.startswith(b"data: {}\n" * 8)
     assert b'"code":"time_limit"' in client.got
 
 

@@ -298,8 +298,11 @@ async def test_a_stop_lets_an_adapter_that_leaves_save_and_connects_no_other(
     old, saved = proxy.fleet.engine("a"), []
     aclose = old.adapter.aclose
 
+    closing, may_save = asyncio.Event(), asyncio.Event()
+
     async def slow_aclose():
-        await asyncio.sleep(0.1)
+        closing.set()
+        await may_save.wait()
         saved.append(old.id)
         await aclose()
 
@@ -309,8 +312,11 @@ async def test_a_stop_lets_an_adapter_that_leaves_save_and_connects_no_other(
         await until(lambda: not proxy.fleet.has(old))
         proxy.engines.add(named("a", engine.url))
     new = proxy.fleet.engine("a")
+    await closing.wait()
+    stopping = asyncio.create_task(proxy.stop())
     await asyncio.sleep(0.02)
-    await proxy.stop()
+    may_save.set()
+    await stopping
     assert saved == ["a"]
     assert (new.state, new.info, proxy.tasks._tasks) == (EngineState.CONNECTING, None, {})
 

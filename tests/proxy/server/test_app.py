@@ -139,4 +139,4 @@ async def test_a_blocked_loop_is_measured_and_at_debug_explained(level, explaine
     assert proxy.metrics.loop_lag.sum > 0.19
     blocked = [line for line in logs if line["event"].startswith("the event loop was blocked")]
     assert bool(blocked) == bool(explained)
-    assert all("test_app.py" in str(line["running"]) for line in blocked if line["blocked_s"] > 0.19)
+    assert not blocked or "test_app.py" in str(max(blocked, key=lambda line: line["blocked_s"])["running"])

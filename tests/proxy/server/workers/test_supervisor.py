@@ -124,10 +124,13 @@ def holder(kvpin, port, end=REMOTE):
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[end].endswith(f":{port:04X}")}
     for worker, pid in pids(kvpin).items():
+        links = set[str]()
         with contextlib.suppress(FileNotFoundError):
-            links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
-            if any(f"socket:[{inode}]" in links for inode in inodes):
-                return worker
+            for each in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                    links.add(str(each.readlink()))
+        if any(f"socket:[{inode}]" in links for inode in inodes):
+            return worker
     return None
 
 
