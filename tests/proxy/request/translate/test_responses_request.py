@@ -366,6 +366,8 @@ def test_listed_items_have_ids_and_parts():
     assert listed(user("a"), "msg_1") == user([text("a")]) | {"type": "message", **given}
     assert listed(assistant("a"), "msg_1")["content"] == [text("a", "output_text") | {"annotations": []}]
     assert listed(CALL, "msg_1") == {**given, **CALL}
+    for empty in (None, ""):
+        assert listed(CALL | {"id": empty, "status": empty}, "msg_1") == {**given, **CALL}
     for item in (user("a"), assistant("a"), CALL, OUTPUT, said("a"), THOUGHT):
         assert messages_of(listed(item, "x_1")) == messages_of(item)
 
