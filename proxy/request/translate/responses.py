@@ -171,12 +171,13 @@ def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Jso
 
 
 def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:
-    """The request as it is stored. Items without an id get one."""
+    """The request as it is stored. Items without an id of their own get one."""
     asked = {}
     prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
     for index, item in enumerate(items):
         given, prefix = item.get("id"), prefixes.get(str(item.get("type")), "msg")
-        item_id = given if isinstance(given, str) and given else f"{prefix}_{response_id[5:]}{index}"
+        own = given if isinstance(given, str) and given not in asked else ""
+        item_id = own or f"{prefix}_{response_id[5:]}{index}"
         asked[item_id] = msgspec.json.encode(listed(item, item_id))
     return Turn(previous, asked, {})
 

@@ -414,6 +414,17 @@ class TestState:
         assert plain == {"role": "user", "content": "b"}
         assert translation(store=store, previous_response_id=response["id"]).source is None
 
+    def test_items_that_have_the_same_id_are_all_kept(self):
+        store = ResponseStore()
+        first = answered(translation(store=store, input=[user("a") | {"id": "x"}, user("b") | {"id": "x"}]))
+        kept = store.of(None).get(first["id"]).turn.asked
+        assert [json.loads(item)["id"] for item in kept.values()] == list(kept)
+        by_name = translation(store=store, input="c", previous_response_id=first["id"])
+        assert json.loads(by_name.chat.raw)["messages"] == [user("a"), user("b"), user("c")]
+        twice = answered(translation(store=store, input=[{"id": "x"}, {"id": "x"}]))
+        by_name = translation(store=store, input="c", previous_response_id=twice["id"])
+        assert json.loads(by_name.chat.raw)["messages"] == [user("a"), user("a"), user("c")]
+
     def test_what_is_told_is_about_the_requests_own_items(self):
         store = ResponseStore()
         searched = {"type": "web_search_call", "id": "ws", "action": {"query": "tides"}}
