@@ -55,6 +55,7 @@ from proxy.request.translate.translation import (
     Choice,
     Json,
     Translation,
+    forced,
     named_event,
     read_chat,
 )
@@ -279,10 +280,10 @@ def _tool_fields(request: _Request, offered: Sequence[int]) -> dict[str, Any]:
         fields["parallel_tool_calls"] = False
     if choice.type == "none":
         fields["tool_choice"] = "none"
-    elif choice.type == "any" or (choice.type == "tool" and len(tools) == 1):
-        fields["tool_choice"] = "required"  # llama-server does not know the other form
-    elif choice.type == "tool":
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice.type == "any":
+        fields["tool_choice"] = "required"
+    elif choice.type == "tool" and choice.name is not None:
+        fields["tool_choice"] = forced(choice.name, len(tools))
     if not tools and given:
         fields["tool_choice"] = None  # no tool is left to choose
     return fields

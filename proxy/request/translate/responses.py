@@ -43,6 +43,7 @@ from proxy.request.translate.translation import (
     Error,
     Json,
     Translation,
+    forced,
     named_event,
     read_chat,
 )
@@ -241,7 +242,7 @@ def _choice(choice: Any, tools: list[Json], *, is_given: bool) -> Json:  # noqa:
         case "none" | "required":
             chosen = choice
         case {"type": "function" | "custom", "name": str()} if flat_name(choice) in map(flat_name, tools):
-            chosen = {"type": "function", "function": {"name": flat_name(choice)}}
+            chosen = forced(flat_name(choice), len(tools))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
             named = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
             spaces = {tool["name"] for tool in named if tool.get("type") == "namespace"}

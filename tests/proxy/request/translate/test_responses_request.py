@@ -59,9 +59,13 @@ class TestRequests:
             ({"tools": [{"type": "web_search"}]}, {}),
             ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, {}),
             ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [FUNCTION], "tool_choice": "required"}),
+            ({"tools": [TOOL], "tool_choice": TIDE}, {"tools": [FUNCTION], "tool_choice": "required"}),
             (
-                {"tools": [TOOL], "tool_choice": TIDE},
-                {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "tide"}}},
+                {"tools": [TOOL, {"type": "function", "name": "log"}], "tool_choice": TIDE},
+                {
+                    "tools": [FUNCTION, {"type": "function", "function": {"name": "log"}}],
+                    "tool_choice": {"type": "function", "function": {"name": "tide"}},
+                },
             ),
             (
                 {"tools": [TOOL, TOOL | {"name": "other"}], "tool_choice": ALLOWED},
