@@ -248,6 +248,8 @@ def _choice(choice: Any, tools: list[Json], *, is_given: bool) -> Json:  # noqa:
             spaces = {tool["name"] for tool in named if tool.get("type") == "namespace"}
             names = {flat_name(tool) for tool in named}
             tools = [tool for tool in tools if flat_name(tool) in names or tool.get("namespace") in spaces]
+            if mode == "required" and not tools:
+                raise BadRequest("tool_choice allows no tool that is offered here", param="tool_choice")
             chosen = None if mode == "auto" else mode
         case _:
             raise BadRequest(
