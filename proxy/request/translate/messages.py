@@ -564,7 +564,7 @@ class MessageTranslation(Translation):
         if event is not None:
             error = read_error(event.data)
             status = _STATUSES.get(str(error.code), error.named_status or status)
-            message = error.message
+            message = self.wording.text(error.message)
             request_id = event.read(read_chat).request_id
         error_of = ANTHROPIC.error(status, message, kind="server_error", request_id=request_id)
         return (Event(ANTHROPIC.error_event(error_of)),)

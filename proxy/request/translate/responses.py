@@ -412,7 +412,8 @@ class ResponseTranslation(Translation):
         if not isinstance(error, Error):
             error = Error(error or BROKEN_OFF)
         code = error.code if isinstance(error.code, str) else "server_error"
-        told = ("error", {"code": code, "message": error.message, "param": error.param})
+        param = error.param and self.wording.path(error.param)
+        told = ("error", {"code": code, "message": self.wording.text(error.message), "param": param})
         return [*(self._first() if event is not None else ()), *self._told([told])]
 
     @override
