@@ -1,9 +1,10 @@
 """The responses that kvpin keeps for clients: `store`, `previous_response_id`, `GET /v1/responses/{id}`.
 
 They lie in memory. Each tenant has its own, and the same room for them. The one that was used longest ago
-goes first, and each goes when it was not used for a day. A response names the turn before it, so a
-conversation is kept once, however many responses it has. Only its own tenant can tell a response from one
-that never was.
+goes first, and each goes when it was not used for a day. A response that names the one before it shares its
+turns, so that conversation is kept once. A client that sends or references all items stores them again with
+each response; one that sends them all needs none kept (`store: false`). Only its own tenant can tell a
+response from one that never was.
 """
 
 from __future__ import annotations
