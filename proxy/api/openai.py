@@ -83,7 +83,7 @@ from proxy.request.known_routes import (
 from proxy.request.records import RequestRecord
 from proxy.request.stages import with_limits
 from proxy.request.tenants import ApiKey, Tenants
-from proxy.request.translate import ResponseStore
+from proxy.request.translate import INPUT_TOKENS_PATH, ResponseStore
 from proxy.request.translate.responses_store import MAX_ID
 from proxy.request.translate.wording import dialect_of
 
@@ -93,6 +93,8 @@ MAX_REQUEST_ID = 128
 # Routes whose bodies may be files. On all others the body must be JSON, whatever its content type says: some
 # engines ignore the content type, and kvpin must check which tenant's KV a request may use.
 FILE_ROUTES = ("/v1/audio/", "/v1/files", "/v1/images/", "/v1/uploads", "/v1/videos")
+# Routes whose prompts stand in the body, and those that count such prompts.
+_READ_HERE = PROMPT_ROUTES | {"/v1/messages/count_tokens", INPUT_TOKENS_PATH}
 # Seconds that an engine has to end a stream after its client has read [DONE].
 ENGINE_END_S = 1.0
 # Seconds after `timeouts.total_s` in which a request that was interrupted may clean up.
@@ -390,7 +392,7 @@ class DataPlane:
         """The body, and what was changed in it."""
         raw = await exchange.read(self.max_body_bytes, admitted.hold)
         if not raw:
-            if exchange.method == "POST" and checked_path(exchange.target) in PROMPT_ROUTES:
+            if exchange.method == "POST" and route_of(checked_path(exchange.target)) in _READ_HERE:
                 raise BadRequest("the body is empty: send a JSON object", code=Code.INVALID_JSON)
             return None, ()
         encoding = (

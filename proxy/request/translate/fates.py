@@ -98,7 +98,7 @@ MESSAGE_FIELDS: Rows = {
     **_rows(
         Fate.LEFT_OUT, _NO_MEANING, "betas", "billing_policy", "diagnostics", "fallback_credit_token",
         "fallbacks",
-        "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id",
+        "inference_geo", "n", "service_tier", "speed", "user_profile_id", "workspace_id",
     ),
 }  # fmt: skip
 

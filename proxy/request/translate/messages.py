@@ -13,6 +13,7 @@ conversation's next turn begins with the same bytes, and its KV is reused.
 What becomes of each type and field: `fates.py`. Fields that it does not name are kept. In the answers:
 
     reasoning, content, tool_calls    a `thinking` block, a `text` block, a `tool_use` block each
+    refusal                       a `text` block, and stop_reason `refusal`
     finish_reason                 stop_reason
     usage                         input_tokens counts what was neither read from the cache nor written to it
 
@@ -54,6 +55,7 @@ from proxy.request.translate.translation import (
     Choice,
     Json,
     Translation,
+    forced,
     named_event,
     read_chat,
 )
@@ -278,10 +280,10 @@ def _tool_fields(request: _Request, offered: Sequence[int]) -> dict[str, Any]:
         fields["parallel_tool_calls"] = False
     if choice.type == "none":
         fields["tool_choice"] = "none"
-    elif choice.type == "any" or (choice.type == "tool" and len(tools) == 1):
-        fields["tool_choice"] = "required"  # llama-server does not know the other form
-    elif choice.type == "tool":
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice.type == "any":
+        fields["tool_choice"] = "required"
+    elif choice.type == "tool" and choice.name is not None:
+        fields["tool_choice"] = forced(choice.name, len(tools))
     if not tools and given:
         fields["tool_choice"] = None  # no tool is left to choose
     return fields
@@ -509,7 +511,7 @@ class MessageTranslation(Translation):
         self._kind = ""  # of the open block
         self._call: int | None = None  # index of the open block's call
         self._index = -1  # of the open block, or of the last one
-        self._uses_tool = False
+        self._uses_tool = self._refuses = False
         self._sequence: str | None = None  # that ended it
 
     @override
@@ -520,7 +522,8 @@ class MessageTranslation(Translation):
     def whole(self, choice: Choice) -> bytes:
         said = self.said(choice)
         blocks = [_thinking(said.thoughts, _SIGNATURE)] if said.thoughts else []
-        blocks += [_text_part(said.content)] if said.content else []
+        blocks += [_text_part(text)] if (text := said.content or said.refusal) else []
+        self._refuses = bool(said.refusal)
         calls, self._sequence = said.tool_calls or (), choice.stop_sequence
         blocks += [_tool_use(call.id, call.name, _arguments(call.arguments)) for call in calls]
         self._uses_tool = bool(calls)
@@ -542,9 +545,11 @@ class MessageTranslation(Translation):
         if said.thoughts:
             events += self._open(_thinking("", ""))
             events.append(self._delta("thinking_delta", thinking=said.thoughts))
-        if said.content:
+        if said.refusal:
+            self._refuses = True
+        if text := said.content or said.refusal:
             events += self._open(_text_part(""))
-            events.append(self._delta("text_delta", text=said.content))
+            events.append(self._delta("text_delta", text=text))
         for call in said.tool_calls or ():
             if call.name and (index := call.index or 0) != self._call:
                 self._uses_tool = True
@@ -559,7 +564,7 @@ class MessageTranslation(Translation):
         if event is not None:
             error = read_error(event.data)
             status = _STATUSES.get(str(error.code), error.named_status or status)
-            message = error.message
+            message = self.wording.text(error.message)
             request_id = event.read(read_chat).request_id
         error_of = ANTHROPIC.error(status, message, kind="server_error", request_id=request_id)
         return (Event(ANTHROPIC.error_event(error_of)),)
@@ -597,6 +602,7 @@ class MessageTranslation(Translation):
         if self.finish == "stop" and self._sequence is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": self._sequence}
         finish = "tool_calls" if self.finish == "stop" and self._uses_tool else self.finish or "stop"
+        finish = "content_filter" if self._refuses else finish
         return {"stop_reason": STOPS.get(finish, STOPS["stop"]).of_message, "stop_sequence": None}
 
     def _foreseen(self) -> Json:

@@ -43,6 +43,7 @@ from proxy.request.translate.translation import (
     Error,
     Json,
     Translation,
+    forced,
     named_event,
     read_chat,
 )
@@ -171,12 +172,13 @@ def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Jso
 
 
 def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:
-    """The request as it is stored. Items without an id get one."""
+    """The request as it is stored. Items without an id of their own get one."""
     asked = {}
     prefixes = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
     for index, item in enumerate(items):
         given, prefix = item.get("id"), prefixes.get(str(item.get("type")), "msg")
-        item_id = given if isinstance(given, str) and given else f"{prefix}_{response_id[5:]}{index}"
+        own = given if isinstance(given, str) and given not in asked else ""
+        item_id = own or f"{prefix}_{response_id[5:]}{index}"
         asked[item_id] = msgspec.json.encode(listed(item, item_id))
     return Turn(previous, asked, {})
 
@@ -240,12 +242,14 @@ def _choice(choice: Any, tools: list[Json], *, is_given: bool) -> Json:  # noqa:
         case "none" | "required":
             chosen = choice
         case {"type": "function" | "custom", "name": str()} if flat_name(choice) in map(flat_name, tools):
-            chosen = {"type": "function", "function": {"name": flat_name(choice)}}
+            chosen = forced(flat_name(choice), len(tools))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
             named = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
             spaces = {tool["name"] for tool in named if tool.get("type") == "namespace"}
             names = {flat_name(tool) for tool in named}
             tools = [tool for tool in tools if flat_name(tool) in names or tool.get("namespace") in spaces]
+            if mode == "required" and not tools:
+                raise BadRequest("tool_choice allows no tool that is offered here", param="tool_choice")
             chosen = None if mode == "auto" else mode
         case _:
             raise BadRequest(
@@ -408,7 +412,8 @@ class ResponseTranslation(Translation):
         if not isinstance(error, Error):
             error = Error(error or BROKEN_OFF)
         code = error.code if isinstance(error.code, str) else "server_error"
-        told = ("error", {"code": code, "message": error.message, "param": error.param})
+        param = error.param and self.wording.path(error.param)
+        told = ("error", {"code": code, "message": self.wording.text(error.message), "param": param})
         return [*(self._first() if event is not None else ()), *self._told([told])]
 
     @override

@@ -178,7 +178,7 @@ def sealed(thought: str) -> str:
 
 def listed(item: Json, item_id: str) -> Json:
     """An item of a request as the API lists it: with its id, its status, and parts instead of a text."""
-    full = {"id": item_id, "status": "completed", **item}
+    full = {**item, "id": item_id, "status": item.get("status") or "completed"}
     if "role" in item and item.get("type") in (None, "message"):
         full["type"] = "message"
         if isinstance(content := item["content"], str):

@@ -1,9 +1,10 @@
 """The responses that kvpin keeps for clients: `store`, `previous_response_id`, `GET /v1/responses/{id}`.
 
 They lie in memory. Each tenant has its own, and the same room for them. The one that was used longest ago
-goes first, and each goes when it was not used for a day. A response names the turn before it, so a
-conversation is kept once, however many responses it has. Only its own tenant can tell a response from one
-that never was.
+goes first, and each goes when it was not used for a day. A response that names the one before it shares its
+turns, so that conversation is kept once. A client that sends or references all items stores them again with
+each response; one that sends them all needs none kept (`store: false`). Only its own tenant can tell a
+response from one that never was.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_ID = 256
 """The most characters of an id that an engine's response is known by, and of a name that an error repeats."""
 IDLE_S = 86_400.0
 """Seconds for which a response is kept that nobody uses."""
-# Bytes that an object takes beside its content, its name in two dictionaries included.
+# Bytes that an object takes beside its content, its name in two dictionaries and its turns included.
 _OVERHEAD = 400
 
 
@@ -93,7 +94,8 @@ class TenantResponses:
         self.bytes = self.room = 0
         self._clock = clock
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the one used longest ago first
-        self._items: dict[str, Turn] = {}
+        # The turns that have an item of this id, in order: a client may send it again in each turn.
+        self._items: dict[str, dict[Turn, None]] = {}
         self._lock = RLock()  # no answer waits for long: nothing is done under it but looking up and counting
 
     def put(self, response_id: str, content: bytes, turn: Turn) -> None:
@@ -125,8 +127,9 @@ class TenantResponses:
             return found
 
     def item(self, item_id: str) -> bytes | None:
-        """An item of any response that is kept."""
-        turn = self._items.get(item_id)
+        """An item of any response that is kept, as the last one has it."""
+        with self._lock:
+            turn = next(reversed(self._items.get(item_id, {})), None)
         return None if turn is None else turn.asked.get(item_id) or turn.answered[item_id]
 
     def _expire(self) -> None:
@@ -145,8 +148,8 @@ class TenantResponses:
             if turn.users > 1:
                 return
             self.bytes += turn.size
-            for items in (turn.asked, turn.answered):
-                self._items.update(dict.fromkeys(items, turn))
+            for name in (*turn.asked, *turn.answered):
+                self._items.setdefault(name, {})[turn] = None
             turn = turn.previous
 
     def _release(self, turn: Turn | None) -> None:
@@ -156,7 +159,8 @@ class TenantResponses:
                 return
             self.bytes -= turn.size
             for name in (*turn.asked, *turn.answered):
-                if self._items.get(name) is turn:
+                self._items[name].pop(turn)
+                if not self._items[name]:
                     del self._items[name]
             turn = turn.previous
 

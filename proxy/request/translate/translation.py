@@ -162,6 +162,12 @@ CHAT_PATH = "/v1/chat/completions"
 BROKEN_OFF = "the engine broke off its answer"
 
 
+def forced(name: str, n_tools: int) -> str | Json:
+    """A chat's choice of one of its tools. llama-server reads an object as `auto`, so it gets one only where
+    there is no other form."""
+    return "required" if n_tools == 1 else {"type": "function", "function": {"name": name}}
+
+
 class Predicted(NamedTuple):
     """Facts that kvpin knows of a prompt before the engine answers.
 

@@ -190,12 +190,20 @@ class TestRefusals:
         assert [line["event"] for line in logs] == ["request crashed"]
 
     @pytest.mark.parametrize(
-        ("path", "body"), [(CHAT, b"{"), ("/v1/embeddings", b"no JSON"), ("/v1/messages", b"")]
+        ("path", "body"),
+        [
+            (CHAT, b"{"),
+            ("/v1/embeddings", b"no JSON"),
+            ("/v1/messages", b""),
+            ("/v1/messages?beta=true", b""),
+            ("/v1/messages/count_tokens", b""),
+            ("/v1/responses/input_tokens", b""),
+        ],
     )
     async def test_a_body_that_is_no_json_object_gets_a_record(self, proxy, engine, client, path, body):
         answer = await client.post(path, content=body)
         record = proxy.last
-        assert (record.route, record.status, record.cause) == (path, 400, "invalid")
+        assert (record.route, record.status, record.cause) == (path.partition("?")[0], 400, "invalid")
         assert (answer.status_code, record.error) == (400, answer.json()["error"]["message"])
         assert not engine.seen
         assert proxy.metrics.ended == 1

@@ -111,6 +111,18 @@ class TestWhole:
             last = {"choices": [{"delta": {}, "finish_reason": finish, **choice}]}
             assert streamed(chunk({"content": "x"}), last)[-2]["delta"] == stop
 
+    def test_a_refusal_is_text_and_the_reason(self):
+        message = whole({"content": None, "refusal": "I may not."})
+        assert (message["content"], message["stop_reason"]) == (
+            [{"type": "text", "text": "I may not."}],
+            "refusal",
+        )
+        events = streamed(*(chunk({"refusal": part}) for part in ("I may ", "not.")), chunk(finish="stop"))
+        assert [brief(each) for each in events[2:]] == [
+            ("start", 0, "text"), ("delta", 0, "I may "), ("delta", 0, "not."), ("stop", 0, None),
+            ("delta", None, "refusal"), ("stop", None, None),
+        ]  # fmt: skip
+
     @pytest.mark.parametrize(
         ("details", "counts"),
         [

@@ -55,7 +55,7 @@ def chat(*messages, **fields):
 def test_what_only_anthropics_service_knows_goes():
     fields = {
         "service_tier": "auto", "metadata": {}, "cache_control": {"type": "ephemeral"}, "speed": "fast",
-        "inference_geo": "us", "diagnostics": {}, "context_management": {}, "container": None,
+        "inference_geo": "us", "diagnostics": {}, "context_management": {}, "container": None, "n": 2,
     }  # fmt: skip
     assert translated(**fields) == translated()
 

@@ -59,9 +59,13 @@ class TestRequests:
             ({"tools": [{"type": "web_search"}]}, {}),
             ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, {}),
             ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [FUNCTION], "tool_choice": "required"}),
+            ({"tools": [TOOL], "tool_choice": TIDE}, {"tools": [FUNCTION], "tool_choice": "required"}),
             (
-                {"tools": [TOOL], "tool_choice": TIDE},
-                {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "tide"}}},
+                {"tools": [TOOL, {"type": "function", "name": "log"}], "tool_choice": TIDE},
+                {
+                    "tools": [FUNCTION, {"type": "function", "function": {"name": "log"}}],
+                    "tool_choice": {"type": "function", "function": {"name": "tide"}},
+                },
             ),
             (
                 {"tools": [TOOL, TOOL | {"name": "other"}], "tool_choice": ALLOWED},
@@ -102,6 +106,9 @@ class TestRequests:
             ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
             ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "search"}}, "tool_choice"),
             ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "log"}}, "tool_choice"),
+            ({"tools": [TOOL | {"name": "other"}], "tool_choice": ALLOWED}, "tool_choice"),
+            ({"tools": [{"type": "web_search"}], "tool_choice": ALLOWED}, "tool_choice"),
+            ({"tool_choice": ALLOWED}, "tool_choice"),
             ({"text": "a"}, "text"),
             ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
             ({"metadata": {"a": 1}}, "metadata"),
@@ -366,6 +373,8 @@ def test_listed_items_have_ids_and_parts():
     assert listed(user("a"), "msg_1") == user([text("a")]) | {"type": "message", **given}
     assert listed(assistant("a"), "msg_1")["content"] == [text("a", "output_text") | {"annotations": []}]
     assert listed(CALL, "msg_1") == {**given, **CALL}
+    for empty in (None, ""):
+        assert listed(CALL | {"id": empty, "status": empty}, "msg_1") == {**given, **CALL}
     for item in (user("a"), assistant("a"), CALL, OUTPUT, said("a"), THOUGHT):
         assert messages_of(listed(item, "x_1")) == messages_of(item)
 
@@ -411,6 +420,17 @@ class TestState:
         assert (named["role"], named["content"][0]["text"]) == ("assistant", "a")
         assert plain == {"role": "user", "content": "b"}
         assert translation(store=store, previous_response_id=response["id"]).source is None
+
+    def test_items_that_have_the_same_id_are_all_kept(self):
+        store = ResponseStore()
+        first = answered(translation(store=store, input=[user("a") | {"id": "x"}, user("b") | {"id": "x"}]))
+        kept = store.of(None).get(first["id"]).turn.asked
+        assert [json.loads(item)["id"] for item in kept.values()] == list(kept)
+        by_name = translation(store=store, input="c", previous_response_id=first["id"])
+        assert json.loads(by_name.chat.raw)["messages"] == [user("a"), user("b"), user("c")]
+        twice = answered(translation(store=store, input=[{"id": "x"}, {"id": "x"}]))
+        by_name = translation(store=store, input="c", previous_response_id=twice["id"])
+        assert json.loads(by_name.chat.raw)["messages"] == [user("a"), user("a"), user("c")]
 
     def test_what_is_told_is_about_the_requests_own_items(self):
         store = ResponseStore()

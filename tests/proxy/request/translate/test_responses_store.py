@@ -63,6 +63,17 @@ def test_an_item_that_a_later_turn_has_too_stays():
     assert shelf.item("msg_1") == b"q"
 
 
+def test_an_item_that_an_earlier_turn_has_too_stays():
+    shelf = ResponseStore().of(None)
+    for name, asked in (("r1", b"first"), ("r2", b"second")):
+        shelf.put(name, b"{}", turn(asked=asked, name="1"))
+    assert shelf.item("msg_1") == b"second"
+    shelf.delete("r2")
+    assert (shelf.item("msg_1"), shelf.item("out_1")) == (b"first", b"a")
+    shelf.delete("r1")
+    assert (shelf.item("msg_1"), shelf._items) == (None, {})
+
+
 def test_tenants_do_not_see_or_crowd_out_each_other():
     store = ResponseStore("ab", max_bytes=4 * 1024)
     store.of("a").put("r1", b"{}", turn(name="1"))

@@ -206,6 +206,14 @@ async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
     assert is_openai_error(await ask(client, RESPONSES), 400, param="max_output_tokens")
 
 
+@pytest.mark.parametrize(("route", "name"), [(MESSAGES, "max_tokens"), (RESPONSES, "max_output_tokens")])
+def test_errors_in_mid_stream_are_in_the_clients_words(route, name):
+    error = {"message": "max_completion_tokens is odd", "param": "max_completion_tokens"}
+    *_, last = events_of(passed(translated(route), chunks=[X, event({"error": error})]).body)
+    told = last if route == RESPONSES else last["error"]
+    assert (told["message"], told.get("param", name)) == (f"{name} is odd", name)
+
+
 async def test_an_error_of_kvpins_in_mid_stream_has_the_type_of_its_status(engine):
     engine.script, got = hangs(X), b""
     adapter, rules = FakeAdapter("a", engine.url, AS_CHATS), Rules(total_s=0.2)
