@@ -302,10 +302,12 @@ def _take_probe(directory: str, file: str) -> bool:
 
 
 async def write_back(scheduler: SlotScheduler) -> None:
-    """Saves idle slots that are worth it; runs until it is cancelled."""
+    """Saves idle slots that are worth it; runs until it is cancelled. Saves each content once: where not all
+    have room, each file drives out another."""
+    written: dict[int, int] = {}  # by slot: its uses when it was saved
     while True:
         scheduler.changed.clear()
-        slot = _worth_most(scheduler)
+        slot = _worth_most(scheduler, written)
         if slot is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S if dirty_slots(scheduler) else None):
@@ -316,7 +318,9 @@ async def write_back(scheduler: SlotScheduler) -> None:
             continue  # a save would wake it, and find nothing
         with suppress(EngineError):
             scheduler.contents.counts.write_backs += 1
-            await scheduler.take(slot.id, SlotOperation.SAVE, scheduler.contents.save)
+            uses = slot.uses + 1  # the save is one
+            if await scheduler.take(slot.id, SlotOperation.SAVE, scheduler.contents.save):
+                written[slot.id] = uses
 
 
 async def save_all(scheduler: SlotScheduler) -> None:
@@ -344,13 +348,14 @@ def dirty_slots(scheduler: SlotScheduler) -> list[Slot]:
     return [slot for slot in scheduler.contents.table.idle() if slot.dirty and slot.salt != UNKNOWN_OWNER]
 
 
-def _worth_most(scheduler: SlotScheduler) -> Slot | None:
-    """The slot to save now: the longest idle one that is worth it."""
+def _worth_most(scheduler: SlotScheduler, written: Mapping[int, int]) -> Slot | None:
+    """The slot to save now: the longest idle one that is worth it, and was used since it was `written`."""
     contents = scheduler.contents
     if not contents.can_save:
         return None
     rates, now, streams = contents.rates, contents.clock(), scheduler.streams
-    worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
+    new = [slot for slot in dirty_slots(scheduler) if written.get(slot.id) != slot.uses]
+    worth = [slot for slot in new if worth_saving(slot, rates, now, streams, idle_s=IDLE_S)]
     return min(worth, key=lambda slot: slot.since, default=None)
 
 

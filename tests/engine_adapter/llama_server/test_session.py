@@ -17,11 +17,11 @@ from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.session import ServerSession, dirty_slots, save_all, write_back
+from engine_adapter.llama_server.session import IDLE_S, ServerSession, dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
 from scripts.make_gguf import SHAPES, gguf_path
-from tests.engine_adapter.llama_server.scheduler_world import no_directory, stopped
+from tests.engine_adapter.llama_server.scheduler_world import no_directory, scheduler_world, stopped
 from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
 from tests.engines import engine_spec
 
@@ -393,6 +393,21 @@ class TestWriteBack:
         assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(2)]
         assert world.table[0].salt == UNKNOWN_OWNER
         assert dirty_slots(world.scheduler) == []
+
+    async def test_each_content_is_saved_once_where_not_all_have_room(self, two_slots):
+        """Each file drives out the one before."""
+        async with scheduler_world(two_slots) as world:
+            size = (await world.saved_away(prompt_of(7))).size
+        async with scheduler_world(two_slots, host_bytes=size * 3 // 2) as world:
+            world.contents.rates.prefill_s = lambda tokens: tokens / 1000
+            for seed in (1, 2):
+                await world.ask(prompt_of(seed))
+            async with writing_back(world):
+                await world.until(lambda: world.contents.counts.saves == 2)
+                await asyncio.sleep(10 * IDLE_S)
+                assert world.contents.counts.write_backs == 2
+                await world.ask(prompt_of(3))
+                await world.until(lambda: [e.tokens[:100] for e in world.entries()] == [prompt_of(3)])
 
     async def test_a_failure_pauses_it(self, world):
         counts = world.contents.counts
