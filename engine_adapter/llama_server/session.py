@@ -314,8 +314,8 @@ async def write_back(scheduler: SlotScheduler) -> None:
                     await scheduler.changed.wait()
             await asyncio.sleep(IDLE_S)
             continue
-        if await scheduler.is_asleep():
-            continue  # a save would wake it, and find nothing
+        if await scheduler.is_asleep() or not slot.is_idle:
+            continue  # a save would wake it, and find nothing; or a request came meanwhile
         with suppress(EngineError):
             scheduler.contents.counts.write_backs += 1
             uses = slot.uses + 1  # the save is one

@@ -409,6 +409,23 @@ class TestWriteBack:
                 await world.ask(prompt_of(3))
                 await world.until(lambda: [e.tokens[:100] for e in world.entries()] == [prompt_of(3)])
 
+    async def test_a_request_may_come_while_the_server_is_asked_whether_it_sleeps(self, world, monkeypatch):
+        asked = asyncio.Event()
+
+        async def is_asleep():
+            if not asked.is_set():
+                asked.set()
+                world.table.begin(slot, SlotOperation.REQUEST, world.clock())
+            return False
+
+        slot = (await world.ask(prompt_of(1))).slot
+        monkeypatch.setattr(world.scheduler, "is_asleep", is_asleep)
+        async with writing_back(world):
+            await asked.wait()
+            await asyncio.sleep(0)
+            world.scheduler._release(slot)
+            await world.until(lambda: world.contents.counts.saves == 1)
+
     async def test_a_failure_pauses_it(self, world):
         counts = world.contents.counts
         async with writing_back(world):
