@@ -260,15 +260,15 @@ class SlotScheduler:
 
     # --- the server's own word --------------------------------------------------------------------
 
-    def adopt(self, states: Iterable[slot_io.SlotState]) -> None:
-        """Takes over the slots. Whose content lies there is unknown."""
+    def adopt(self, states: Iterable[slot_io.SlotState], *, may_try: bool = True) -> None:
+        """Takes over the slots. Whose content lies there is unknown. Without `may_try`, it changes none."""
         for state in states:
             slot, count = self._table[state.id], state.n_tokens or 0
             if count or state.is_processing:
                 self.contents.mark_unknown(slot, max(count, 1))
             else:
                 self._table.hold(slot.id, NO_TOKENS, None)
-            if state.is_processing:
+            if state.is_processing and may_try:
                 self._watch_foreign(slot)
 
     async def reconcile(self) -> None:

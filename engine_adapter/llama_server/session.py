@@ -222,7 +222,7 @@ class ServerSession:
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await erase(self._control, state.id)
-        scheduler.adopt(await read_slots(self._control))
+        scheduler.adopt(await read_slots(self._control), may_try=self.may_try)
         if self.may_try:
             self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(scheduler))
 

@@ -198,6 +198,17 @@ async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
     await session.try_out()  # again is nothing
 
 
+async def test_who_only_looks_empties_no_slot(server, control_of):
+    control, spec = control_of(server.url), engine_spec("llama_server", server.url)
+    session = ServerSession(spec, control, await discover(control, spec, may_try=False), may_try=False)
+    async with busy(control):
+        await session.begin(None, MirrorEvents())
+    await session.scheduler.settled()
+    assert (await read_slots(control))[1].n_tokens > 100
+    assert all(slot.salt == UNKNOWN_OWNER for slot in session.scheduler.contents.table if not slot.is_empty)
+    await session.end(farewell=True)
+
+
 @pytest.mark.parametrize("saves", [True, False])
 async def test_a_pool_that_a_late_probe_finds_is_left_to_the_server(start_llama, save_dir, control_of, saves):
     server = start_llama("-kvu", slots=2, ctx=1024, save_dir=save_dir)
