@@ -498,9 +498,11 @@ class LlamaServerAdapter(EngineAdapter):
     async def end_session(self, *, farewell: bool) -> None:
         """The process is gone, another kvpin has it, or, with `farewell`, its slots are to be saved first."""
         session, self._session, self.capabilities = self._session, None, None
-        if session is not None:
-            await session.end(farewell=farewell)
-        self._mirror.clear()
+        try:
+            if session is not None:
+                await session.end(farewell=farewell)
+        finally:
+            self._mirror.clear()
 
     # --- inside ---------------------------------------------------------------------------------------
 

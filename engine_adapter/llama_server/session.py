@@ -99,19 +99,20 @@ class ServerSession:
     async def end(self, *, farewell: bool) -> None:
         """Ends all work; with `farewell`, saves the slots first. May be called again."""
         task, self._write_back = self._write_back, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
         scheduler, self.scheduler, self.verbs = self.scheduler, None, None
-        if scheduler is None:
-            return
-        if farewell and self.may_try:
-            with suppress(TimeoutError, EngineError):
-                async with asyncio.timeout(FAREWELL_S):
-                    if not await scheduler.is_asleep():
-                        await save_all(scheduler)
-                        await scheduler.reconcile()
-        await scheduler.aclose()
+        try:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+            if scheduler is not None and farewell and self.may_try:
+                with suppress(TimeoutError, EngineError):
+                    async with asyncio.timeout(FAREWELL_S):
+                        if not await scheduler.is_asleep():
+                            await save_all(scheduler)
+                            await scheduler.reconcile()
+        finally:
+            if scheduler is not None:
+                await scheduler.aclose()
 
     @property
     def capabilities(self) -> frozenset[Capability]:

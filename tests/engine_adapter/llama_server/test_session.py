@@ -22,7 +22,7 @@ from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
 from scripts.make_gguf import SHAPES, gguf_path
 from tests.engine_adapter.llama_server.scheduler_world import no_directory, scheduler_world, stopped
-from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+from tests.engine_adapter.llama_server.slot_world import blocks_in, prompt_of, slot_world
 from tests.engines import engine_spec
 
 
@@ -360,6 +360,22 @@ async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, capl
         await asyncio.sleep(0)
     await session.end(farewell=True)
     assert "writing slots back crashed" in caplog.text
+
+
+@pytest.mark.parametrize("after_s", [0, 0.1])
+async def test_a_session_whose_end_is_cut_short_has_ended(server, save_dir, after_s):
+    """While it waits for the end of write-back, or saves the slots."""
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(1))
+        scheduler = world.adapter._session.scheduler
+        with stopped(server):
+            ends = asyncio.create_task(world.adapter.end_session(farewell=True))
+            await asyncio.sleep(after_s)
+            ends.cancel()
+            await asyncio.wait([ends])
+        assert ends.cancelled()
+        assert scheduler.is_closed
+        assert await blocks_in(world.adapter._mirror.follow()) == {}
 
 
 SAVE = SlotOperation.SAVE
