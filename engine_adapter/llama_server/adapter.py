@@ -493,6 +493,7 @@ class LlamaServerAdapter(EngineAdapter):
         self._lock.free()
         if self._registry is not None:
             self._registry.unsubscribe(self._on_saved)
+            self._registry.unpin(self.spec.id)
         await super().aclose()
 
     async def end_session(self, *, farewell: bool) -> None:

@@ -293,6 +293,11 @@ class SavedPrefixes:
         """Retains a saved prefix for `ttl_s` seconds from now."""
         saved.kept_until, saved.kept_for = max(saved.kept_until, self._clock() + ttl_s), owner
 
+    def unpin(self, engine: str) -> None:
+        """Ends the pins of an engine."""
+        for saved in self._entries.values():
+            saved.pins.pop(engine, None)
+
     async def discard(self, name: str) -> None:
         """Removes a file of the host tier that never became an entry, because its save failed."""
         if name not in self._entries and saved_files.key_of(name) is not None:
