@@ -195,6 +195,8 @@ class SlotScheduler:
         self.waiting += 1
         try:
             await self.is_asleep()
+            if self.is_lost:
+                raise EngineUnavailable("the server has changed")
             self.sleeps = False  # the request wakes it
             chosen = await self._turns.turn(ask)
         finally:
@@ -305,6 +307,7 @@ class SlotScheduler:
         Raises EngineUnavailable if another process answers."""
         pulse = await slot_io.read_pulse(self._control)
         if pulse.instance != self.contents.facts.instance:
+            self.is_lost = True
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self.sleeps:  # when it wakes, its slots look new
             self._used.clear()
