@@ -307,7 +307,8 @@ class SavedPrefixes:
 
     async def ready(self, saved: Saved) -> str:
         """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
-        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays."""
+        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays. A name
+        that is gone is left alone: another kvpin may have moved its file."""
         await saved.idle()
         self._check_registered(saved)
         saved.work = self._tasks.start(self._ready(saved))
@@ -315,6 +316,7 @@ class SavedPrefixes:
             await asyncio.shield(saved.work)
         except StateFileError as error:
             if error.reason in (FileFault.DAMAGED, FileFault.MISSING):
+                saved.is_gone = error.reason is FileFault.MISSING
                 await self.drop(saved)
             elif error.reason is not FileFault.NO_ROOM:
                 saved.retry_at = self._clock() + RETRY_S
@@ -376,7 +378,7 @@ class SavedPrefixes:
     async def _erase(self, saved: Saved) -> None:
         """Deletes the files of a forgotten entry. While it has holders, the last of them does it."""
         await saved.idle()
-        if not saved.holds:
+        if not saved.holds and not saved.is_gone:
             for directory in self._dirs.values():
                 await asyncio.to_thread(saved_files.remove, directory / saved.name)
 

@@ -360,7 +360,7 @@ def flip(path: Path) -> None:
         (flip, FileFault.DAMAGED),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), FileFault.DAMAGED),
         (lambda path: write_state(path, [9, 2, 3, 4, 5], size=SIZE), FileFault.DAMAGED),
-        (Path.unlink, FileFault.MISSING),
+        (saved_files.remove, FileFault.MISSING),
     ],
 )
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -377,6 +377,22 @@ async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, 
     assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
     with refused(FileFault.MISSING):
         await tiers.registry.ready(saved)
+
+
+async def test_what_another_kvpin_moved_to_disk_stays_there(tiers):
+    """Two share both directories: one moves what the other is about to restore."""
+    saved = await tiers.save(1)
+    other = SavedPrefixes(tiers.place, clock=tiers.clock)
+    await other.rebuild()
+    (same,) = other.entries(KEY)
+    for first in (100, 200):
+        await tiers.save(first)
+    assert saved.tier is Tier.DISK
+    with refused(FileFault.MISSING):
+        async with other.using(same):
+            pytest.fail("it is not there")
+    assert same not in set(other.entries(KEY))
+    assert await tiers.registry.ready(saved) == saved.name
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
