@@ -5,7 +5,7 @@
 
 State changes only on the event loop, in one go and without awaits. The file work it decided on then runs in a
 thread, one operation at a time per entry (`Saved.work`). A caller may be cancelled at any await: the work it
-began goes on, and the registry agrees with the directory afterwards.
+began goes on, but for `add`, and each entry has its file afterwards.
 
 Salts are secrets of tenants: everything here takes `salt_digest` of a salt, never the salt.
 """
@@ -239,7 +239,7 @@ class SavedPrefixes:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
         path, kept_until = self.place.host / name, self._clock() + keep_s if keep_s > 0 else 0.0
         inspect = partial(saved_files.inspect, path, key, salt, tokens_expected, bytes_expected)
-        return await asyncio.shield(self._tasks.start(self._add(path, inspect, kept_until, owner, replaces)))
+        return await self._tasks.start(self._add(path, inspect, kept_until, owner, replaces))
 
     async def _add(
         self, path: Path, inspect: Callable[[], Saved], kept_until: float, owner: str | None, replaces: bool

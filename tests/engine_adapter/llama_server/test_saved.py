@@ -212,6 +212,31 @@ async def test_a_name_that_was_not_given_is_not_taken(world, name):
         await world.registry.add(name, KEY, None)
 
 
+async def test_a_save_that_is_cancelled_leaves_no_entry_without_a_file(tmp_path, monkeypatch):
+    world, begun, over, write = (
+        World(tmp_path),
+        threading.Event(),
+        threading.Event(),
+        saved_files.write_sidecar,
+    )
+
+    def slow(path, saved):
+        begun.set()
+        over.wait()
+        write(path, saved)
+
+    monkeypatch.setattr(saved_files, "write_sidecar", slow)
+    name = world.server_saves(range(5))
+    adds = asyncio.create_task(world.registry.add(name, KEY, None))
+    await asyncio.to_thread(begun.wait)
+    adds.cancel()
+    await asyncio.wait([adds])
+    await world.registry.discard(name)
+    over.set()
+    await world.registry._tasks.settled()
+    assert list(world.registry.entries(KEY)) == []
+
+
 async def test_a_failed_save_is_discarded(world):
     name = world.server_saves(range(5))
     (world.host / "notes.txt").write_text("mine")
