@@ -493,14 +493,17 @@ class LlamaServerAdapter(EngineAdapter):
         self._lock.free()
         if self._registry is not None:
             self._registry.unsubscribe(self._on_saved)
+            self._registry.unpin(self.spec.id)
         await super().aclose()
 
     async def end_session(self, *, farewell: bool) -> None:
         """The process is gone, another kvpin has it, or, with `farewell`, its slots are to be saved first."""
         session, self._session, self.capabilities = self._session, None, None
-        if session is not None:
-            await session.end(farewell=farewell)
-        self._mirror.clear()
+        try:
+            if session is not None:
+                await session.end(farewell=farewell)
+        finally:
+            self._mirror.clear()
 
     # --- inside ---------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class _StreamChunk(msgspec.Struct):
     prompt_progress: Any = None
     tokens: list[int] | None = None
     stop: bool = False
-    truncated: bool = False
+    truncated: bool | None = None
     tokens_evaluated: int | None = None
     tokens_predicted: int | None = None
 
@@ -221,10 +221,11 @@ class CompletionOutput:
         if len(known) + len(tokens) == event.tokens_predicted:
             known.extend(tokens)
         self.token_ids = known
-        if event.stop:
+        # A client may have left any field out (`response_fields`): without the counts, the slot tells.
+        if event.stop and None not in (event.tokens_evaluated, event.tokens_predicted):
             self.is_complete = True
             self.usage = _Usage(event.tokens_evaluated, event.tokens_predicted)
-        if event.truncated:
+        if event.stop and event.truncated is not False:
             self.error = "the server dropped tokens from its context"
 
     def assembled(self, path: str) -> bytes:

@@ -247,6 +247,11 @@ class SlotContents:
         if self._saved is not None:
             await self._saved.drop(entry)
 
+    def end_pins(self) -> None:
+        """Ends the pins of files, also those of an earlier process with another model."""
+        if self._saved is not None:
+            self._saved.unpin(self.engine)
+
     def note_files(self, slots: Iterable[Slot]) -> None:
         """Counts how many leading tokens of these slots' content a restore of a file would bring back."""
         entries = list(self.entries())

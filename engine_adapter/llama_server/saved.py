@@ -5,7 +5,7 @@
 
 State changes only on the event loop, in one go and without awaits. The file work it decided on then runs in a
 thread, one operation at a time per entry (`Saved.work`). A caller may be cancelled at any await: the work it
-began goes on, and the registry agrees with the directory afterwards.
+began goes on, but for `add`, and each entry has its file afterwards.
 
 Salts are secrets of tenants: everything here takes `salt_digest` of a salt, never the salt.
 """
@@ -239,7 +239,7 @@ class SavedPrefixes:
             raise ValueError(f"{name!r} is no new name of key {key!r}")
         path, kept_until = self.place.host / name, self._clock() + keep_s if keep_s > 0 else 0.0
         inspect = partial(saved_files.inspect, path, key, salt, tokens_expected, bytes_expected)
-        return await asyncio.shield(self._tasks.start(self._add(path, inspect, kept_until, owner, replaces)))
+        return await self._tasks.start(self._add(path, inspect, kept_until, owner, replaces))
 
     async def _add(
         self, path: Path, inspect: Callable[[], Saved], kept_until: float, owner: str | None, replaces: bool
@@ -293,6 +293,11 @@ class SavedPrefixes:
         """Retains a saved prefix for `ttl_s` seconds from now."""
         saved.kept_until, saved.kept_for = max(saved.kept_until, self._clock() + ttl_s), owner
 
+    def unpin(self, engine: str) -> None:
+        """Ends the pins of an engine."""
+        for saved in self._entries.values():
+            saved.pins.pop(engine, None)
+
     async def discard(self, name: str) -> None:
         """Removes a file of the host tier that never became an entry, because its save failed."""
         if name not in self._entries and saved_files.key_of(name) is not None:
@@ -302,7 +307,8 @@ class SavedPrefixes:
 
     async def ready(self, saved: Saved) -> str:
         """Verifies a saved prefix before a restore, moves it to the host tier, and returns its file name.
-        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays."""
+        Raises StateFileError. A file that is damaged or gone was dropped then; any other stays. A name
+        that is gone is left alone: another kvpin may have moved its file."""
         await saved.idle()
         self._check_registered(saved)
         saved.work = self._tasks.start(self._ready(saved))
@@ -310,6 +316,7 @@ class SavedPrefixes:
             await asyncio.shield(saved.work)
         except StateFileError as error:
             if error.reason in (FileFault.DAMAGED, FileFault.MISSING):
+                saved.is_gone = error.reason is FileFault.MISSING
                 await self.drop(saved)
             elif error.reason is not FileFault.NO_ROOM:
                 saved.retry_at = self._clock() + RETRY_S
@@ -371,7 +378,7 @@ class SavedPrefixes:
     async def _erase(self, saved: Saved) -> None:
         """Deletes the files of a forgotten entry. While it has holders, the last of them does it."""
         await saved.idle()
-        if not saved.holds:
+        if not saved.holds and not saved.is_gone:
             for directory in self._dirs.values():
                 await asyncio.to_thread(saved_files.remove, directory / saved.name)
 

@@ -93,6 +93,7 @@ class Saved(Sidecar, kw_only=True, eq=False):
     pins: dict[str, float] = msgspec.field(default_factory=dict)
     seen: Stamp | None = None  # stamp of the file whose bytes were hashed in this process
     retry_at: float = 0.0  # it is not restored before this time, because it could not be read
+    is_gone: bool = False  # its file was not where it belongs
     holds: int = 0  # restores that use it now; its files stay until they end
     work: Work | None = None
 

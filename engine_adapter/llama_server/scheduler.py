@@ -195,6 +195,8 @@ class SlotScheduler:
         self.waiting += 1
         try:
             await self.is_asleep()
+            if self.is_lost:
+                raise EngineUnavailable("the server has changed")
             self.sleeps = False  # the request wakes it
             chosen = await self._turns.turn(ask)
         finally:
@@ -260,15 +262,15 @@ class SlotScheduler:
 
     # --- the server's own word --------------------------------------------------------------------
 
-    def adopt(self, states: Iterable[slot_io.SlotState]) -> None:
-        """Takes over the slots. Whose content lies there is unknown."""
+    def adopt(self, states: Iterable[slot_io.SlotState], *, may_try: bool = True) -> None:
+        """Takes over the slots. Whose content lies there is unknown. Without `may_try`, it changes none."""
         for state in states:
             slot, count = self._table[state.id], state.n_tokens or 0
             if count or state.is_processing:
                 self.contents.mark_unknown(slot, max(count, 1))
             else:
                 self._table.hold(slot.id, NO_TOKENS, None)
-            if state.is_processing:
+            if state.is_processing and may_try:
                 self._watch_foreign(slot)
 
     async def reconcile(self) -> None:
@@ -305,6 +307,7 @@ class SlotScheduler:
         Raises EngineUnavailable if another process answers."""
         pulse = await slot_io.read_pulse(self._control)
         if pulse.instance != self.contents.facts.instance:
+            self.is_lost = True
             raise EngineUnavailable("the server was restarted")
         if pulse.is_sleeping and not self.sleeps:  # when it wakes, its slots look new
             self._used.clear()

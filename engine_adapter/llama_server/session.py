@@ -99,19 +99,20 @@ class ServerSession:
     async def end(self, *, farewell: bool) -> None:
         """Ends all work; with `farewell`, saves the slots first. May be called again."""
         task, self._write_back = self._write_back, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
         scheduler, self.scheduler, self.verbs = self.scheduler, None, None
-        if scheduler is None:
-            return
-        if farewell and self.may_try:
-            with suppress(TimeoutError, EngineError):
-                async with asyncio.timeout(FAREWELL_S):
-                    if not await scheduler.is_asleep():
-                        await save_all(scheduler)
-                        await scheduler.reconcile()
-        await scheduler.aclose()
+        try:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+            if scheduler is not None and farewell and self.may_try:
+                with suppress(TimeoutError, EngineError):
+                    async with asyncio.timeout(FAREWELL_S):
+                        if not await scheduler.is_asleep():
+                            await save_all(scheduler)
+                            await scheduler.reconcile()
+        finally:
+            if scheduler is not None:
+                await scheduler.aclose()
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -222,7 +223,7 @@ class ServerSession:
             # Content that was restored and never used does not show, and may be anybody's.
             if state.n_tokens is None and self.facts.can_save and not state.is_processing:
                 await erase(self._control, state.id)
-        scheduler.adopt(await read_slots(self._control))
+        scheduler.adopt(await read_slots(self._control), may_try=self.may_try)
         if self.may_try:
             self._write_back = asyncio.get_running_loop().create_task(self._keep_writing_back(scheduler))
 
@@ -302,21 +303,25 @@ def _take_probe(directory: str, file: str) -> bool:
 
 
 async def write_back(scheduler: SlotScheduler) -> None:
-    """Saves idle slots that are worth it; runs until it is cancelled."""
+    """Saves idle slots that are worth it; runs until it is cancelled. Saves each content once: where not all
+    have room, each file drives out another."""
+    written: dict[int, int] = {}  # by slot: its uses when it was saved
     while True:
         scheduler.changed.clear()
-        slot = _worth_most(scheduler)
+        slot = _worth_most(scheduler, written)
         if slot is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S if dirty_slots(scheduler) else None):
                     await scheduler.changed.wait()
             await asyncio.sleep(IDLE_S)
             continue
-        if await scheduler.is_asleep():
-            continue  # a save would wake it, and find nothing
+        if await scheduler.is_asleep() or not slot.is_idle:
+            continue  # a save would wake it, and find nothing; or a request came meanwhile
         with suppress(EngineError):
             scheduler.contents.counts.write_backs += 1
-            await scheduler.take(slot.id, SlotOperation.SAVE, scheduler.contents.save)
+            uses = slot.uses + 1  # the save is one
+            if await scheduler.take(slot.id, SlotOperation.SAVE, scheduler.contents.save):
+                written[slot.id] = uses
 
 
 async def save_all(scheduler: SlotScheduler) -> None:
@@ -344,13 +349,14 @@ def dirty_slots(scheduler: SlotScheduler) -> list[Slot]:
     return [slot for slot in scheduler.contents.table.idle() if slot.dirty and slot.salt != UNKNOWN_OWNER]
 
 
-def _worth_most(scheduler: SlotScheduler) -> Slot | None:
-    """The slot to save now: the longest idle one that is worth it."""
+def _worth_most(scheduler: SlotScheduler, written: Mapping[int, int]) -> Slot | None:
+    """The slot to save now: the longest idle one that is worth it, and was used since it was `written`."""
     contents = scheduler.contents
     if not contents.can_save:
         return None
     rates, now, streams = contents.rates, contents.clock(), scheduler.streams
-    worth = [s for s in dirty_slots(scheduler) if worth_saving(s, rates, now, streams, idle_s=IDLE_S)]
+    new = [slot for slot in dirty_slots(scheduler) if written.get(slot.id) != slot.uses]
+    worth = [slot for slot in new if worth_saving(slot, rates, now, streams, idle_s=IDLE_S)]
     return min(worth, key=lambda slot: slot.since, default=None)
 
 

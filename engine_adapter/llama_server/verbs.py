@@ -71,7 +71,6 @@ class SlotVerbs:
         self._record = record
         self._contents = scheduler.contents
         self._pins = record.read() or []
-        self._pinned: set[Saved] = set()  # by these pins
         self.protect()
 
     def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -122,9 +121,7 @@ class SlotVerbs:
         self._pins = [pin for pin in self._pins if pin.until > now]
         for slot in table:
             table.pin(slot.id, 0, NEVER)
-        for entry in self._pinned:
-            entry.pins.pop(self._contents.engine, None)
-        self._pinned.clear()
+        self._contents.end_pins()
         for pin in self._pins:
             ids = array("i", pin.tokens)
             for held in self._holders(ids, pin.salt):
@@ -134,7 +131,6 @@ class SlotVerbs:
                 else:
                     mine = self._contents.engine
                     held.pins[mine] = max(pin.until, held.pins.get(mine, 0.0))
-                    self._pinned.add(held)
 
     async def _flush(self, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         """Erases slots and deletes files that begin like the target. The server's own prompt cache is out of

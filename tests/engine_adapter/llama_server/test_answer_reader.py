@@ -12,7 +12,7 @@ import pytest
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineRejected, EngineUnavailable
 from engine_adapter.llama_server import requests
-from engine_adapter.llama_server.answer import read_answer, slot_content
+from engine_adapter.llama_server.answer import CompletionOutput, read_answer, slot_content
 from engine_adapter.llama_server.requests import (
     NativeAnswer,
     SlotAnswer,
@@ -296,7 +296,8 @@ def test_what_is_a_stream_or_cannot_be_one_stays_as_it_is(llama):
 
 
 PROMPT = array("i", [1, 2, 3])
-END = {"tokens_evaluated": 3, "tokens_predicted": 3, "stop": True, "timings": {"cache_n": 2, "prompt_n": 1}}
+COUNTS = {"tokens_evaluated": 3, "tokens_predicted": 3}
+END = COUNTS | {"stop": True, "truncated": False, "timings": {"cache_n": 2, "prompt_n": 1}}
 
 
 def test_a_whole_answer_tells_all_tokens_and_the_client_gets_what_it_asked_for():
@@ -329,6 +330,15 @@ def test_which_tokens_a_stream_tells(tokens, end, told, content):
     assert (answer.is_complete, list(answer.token_ids)) == (True, told)
     known, unknown = slot_content(PROMPT, answer, answer.token_ids)
     assert (list(known), unknown) == content
+
+
+@pytest.mark.parametrize("name", END)
+def test_an_answer_whose_client_chose_its_fields_tells_no_more_than_is_there(name):
+    fields = {key: value for key, value in END.items() if key != name}
+    answer = CompletionOutput()
+    answer.read(msgspec.json.encode({"tokens": [7, 8, 9], **fields}))
+    assert answer.is_complete is (name in ("truncated", "timings"))
+    assert (answer.error is None) is (name != "truncated")
 
 
 def test_token_ids_are_asked_for_where_that_changes_nothing_for_the_client():

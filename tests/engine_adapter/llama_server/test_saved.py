@@ -212,6 +212,31 @@ async def test_a_name_that_was_not_given_is_not_taken(world, name):
         await world.registry.add(name, KEY, None)
 
 
+async def test_a_save_that_is_cancelled_leaves_no_entry_without_a_file(tmp_path, monkeypatch):
+    world, begun, over, write = (
+        World(tmp_path),
+        threading.Event(),
+        threading.Event(),
+        saved_files.write_sidecar,
+    )
+
+    def slow(path, saved):
+        begun.set()
+        over.wait()
+        write(path, saved)
+
+    monkeypatch.setattr(saved_files, "write_sidecar", slow)
+    name = world.server_saves(range(5))
+    adds = asyncio.create_task(world.registry.add(name, KEY, None))
+    await asyncio.to_thread(begun.wait)
+    adds.cancel()
+    await asyncio.wait([adds])
+    await world.registry.discard(name)
+    over.set()
+    await world.registry._tasks.settled()
+    assert list(world.registry.entries(KEY)) == []
+
+
 async def test_a_failed_save_is_discarded(world):
     name = world.server_saves(range(5))
     (world.host / "notes.txt").write_text("mine")
@@ -360,7 +385,7 @@ def flip(path: Path) -> None:
         (flip, FileFault.DAMAGED),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), FileFault.DAMAGED),
         (lambda path: write_state(path, [9, 2, 3, 4, 5], size=SIZE), FileFault.DAMAGED),
-        (Path.unlink, FileFault.MISSING),
+        (saved_files.remove, FileFault.MISSING),
     ],
 )
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -377,6 +402,22 @@ async def test_an_entry_that_is_not_what_it_was_is_dropped(tiers, harm, reason, 
     assert tiers.told[-1][:2] == (SavedEvent.REMOVED, saved.name)
     with refused(FileFault.MISSING):
         await tiers.registry.ready(saved)
+
+
+async def test_what_another_kvpin_moved_to_disk_stays_there(tiers):
+    """Two share both directories: one moves what the other is about to restore."""
+    saved = await tiers.save(1)
+    other = SavedPrefixes(tiers.place, clock=tiers.clock)
+    await other.rebuild()
+    (same,) = other.entries(KEY)
+    for first in (100, 200):
+        await tiers.save(first)
+    assert saved.tier is Tier.DISK
+    with refused(FileFault.MISSING):
+        async with other.using(same):
+            pytest.fail("it is not there")
+    assert same not in set(other.entries(KEY))
+    assert await tiers.registry.ready(saved) == saved.name
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])

@@ -9,12 +9,14 @@ from array import array
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from random import Random
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 
 from engine_adapter.body import JsonBody
 from engine_adapter.errors import EngineUnavailable
+from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.saved import salt_digest
 from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
@@ -358,6 +360,17 @@ class TestLeft:
             assert lease.answer.cached_tokens == 0
         assert world.contents.can_restore
         assert world.contents.findings == []
+
+
+async def test_another_process_gets_no_request(world, monkeypatch):
+    """It is found when the request asks whether the server sleeps. A restore may be planned then."""
+    await world.ask(prompt_of(1))
+    monkeypatch.setattr(slot_io, "read_pulse", AsyncMock(return_value=slot_io.Pulse("another")))
+    world.clock.ahead += 2
+    with pytest.raises(EngineUnavailable, match="has changed"):
+        await world.ask(prompt_of(1))
+    assert world.scheduler.is_lost
+    assert (world.scheduler.waiting, world.table.in_flight) == (0, 0)
 
 
 class TestTake:

@@ -17,12 +17,12 @@ from engine_adapter.llama_server.discovery import discover
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
-from engine_adapter.llama_server.session import ServerSession, dirty_slots, save_all, write_back
+from engine_adapter.llama_server.session import IDLE_S, ServerSession, dirty_slots, save_all, write_back
 from engine_adapter.llama_server.slot_io import read_slots
 from engine_adapter.llama_server.slots import SlotOperation
 from scripts.make_gguf import SHAPES, gguf_path
-from tests.engine_adapter.llama_server.scheduler_world import no_directory, stopped
-from tests.engine_adapter.llama_server.slot_world import prompt_of, slot_world
+from tests.engine_adapter.llama_server.scheduler_world import no_directory, scheduler_world, stopped
+from tests.engine_adapter.llama_server.slot_world import blocks_in, prompt_of, slot_world
 from tests.engines import engine_spec
 
 
@@ -198,6 +198,17 @@ async def test_a_busy_server_is_tried_out_later(begun, control_of, server):
     await session.try_out()  # again is nothing
 
 
+async def test_who_only_looks_empties_no_slot(server, control_of):
+    control, spec = control_of(server.url), engine_spec("llama_server", server.url)
+    session = ServerSession(spec, control, await discover(control, spec, may_try=False), may_try=False)
+    async with busy(control):
+        await session.begin(None, MirrorEvents())
+    await session.scheduler.settled()
+    assert (await read_slots(control))[1].n_tokens > 100
+    assert all(slot.salt == UNKNOWN_OWNER for slot in session.scheduler.contents.table if not slot.is_empty)
+    await session.end(farewell=True)
+
+
 @pytest.mark.parametrize("saves", [True, False])
 async def test_a_pool_that_a_late_probe_finds_is_left_to_the_server(start_llama, save_dir, control_of, saves):
     server = start_llama("-kvu", slots=2, ctx=1024, save_dir=save_dir)
@@ -351,6 +362,22 @@ async def test_a_crash_of_write_back_takes_nothing_down(begun, monkeypatch, capl
     assert "writing slots back crashed" in caplog.text
 
 
+@pytest.mark.parametrize("after_s", [0, 0.1])
+async def test_a_session_whose_end_is_cut_short_has_ended(server, save_dir, after_s):
+    """While it waits for the end of write-back, or saves the slots."""
+    async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        await world.ask(prompt_of(1))
+        scheduler = world.adapter._session.scheduler
+        with stopped(server):
+            ends = asyncio.create_task(world.adapter.end_session(farewell=True))
+            await asyncio.sleep(after_s)
+            ends.cancel()
+            await asyncio.wait([ends])
+        assert ends.cancelled()
+        assert scheduler.is_closed
+        assert await blocks_in(world.adapter._mirror.follow()) == {}
+
+
 SAVE = SlotOperation.SAVE
 
 
@@ -393,6 +420,38 @@ class TestWriteBack:
         assert [entry.tokens[:100] for entry in world.entries()] == [prompt_of(2)]
         assert world.table[0].salt == UNKNOWN_OWNER
         assert dirty_slots(world.scheduler) == []
+
+    async def test_each_content_is_saved_once_where_not_all_have_room(self, two_slots):
+        """Each file drives out the one before."""
+        async with scheduler_world(two_slots) as world:
+            size = (await world.saved_away(prompt_of(7))).size
+        async with scheduler_world(two_slots, host_bytes=size * 3 // 2) as world:
+            world.contents.rates.prefill_s = lambda tokens: tokens / 1000
+            for seed in (1, 2):
+                await world.ask(prompt_of(seed))
+            async with writing_back(world):
+                await world.until(lambda: world.contents.counts.saves == 2)
+                await asyncio.sleep(10 * IDLE_S)
+                assert world.contents.counts.write_backs == 2
+                await world.ask(prompt_of(3))
+                await world.until(lambda: [e.tokens[:100] for e in world.entries()] == [prompt_of(3)])
+
+    async def test_a_request_may_come_while_the_server_is_asked_whether_it_sleeps(self, world, monkeypatch):
+        asked = asyncio.Event()
+
+        async def is_asleep():
+            if not asked.is_set():
+                asked.set()
+                world.table.begin(slot, SlotOperation.REQUEST, world.clock())
+            return False
+
+        slot = (await world.ask(prompt_of(1))).slot
+        monkeypatch.setattr(world.scheduler, "is_asleep", is_asleep)
+        async with writing_back(world):
+            await asked.wait()
+            await asyncio.sleep(0)
+            world.scheduler._release(slot)
+            await world.until(lambda: world.contents.counts.saves == 1)
 
     async def test_a_failure_pauses_it(self, world):
         counts = world.contents.counts

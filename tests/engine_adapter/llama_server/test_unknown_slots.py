@@ -79,6 +79,21 @@ class TestNobodyElseGetsWhatATenantLeft:
             fail()
         assert await reused_by_another(alone) == [0]
 
+    @pytest.mark.parametrize("streams", [False, True])
+    async def test_after_an_answer_from_which_its_client_left_the_counts_out(
+        self, start_llama, save_dir, streams
+    ):
+        server, path = start_llama(slots=1, ctx=1024, save_dir=save_dir), "/completion"
+        fields = {"n_predict": 4, "stream": streams, "response_fields": ["tokens", "stop"]}
+        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+            async with world.hold(PROMPT, "a", path, **fields) as hold:
+                async with await world.sent(hold, path) as response:
+                    assert response.status == 200
+                    hold.answer.feed(await response.read())
+                hold.answer.finish()
+            assert 0 not in await world.lengths()
+            assert (await world.ask(PROMPT, "b"))[1:] == (0, 0)
+
     async def test_by_a_request_that_never_left(self, alone, monkeypatch):
         """The length of what lies there was a guess: that another one is found does not show that it ran."""
         lease = alone.scheduler.lease(SlotRequest(PROMPT, "a"))

@@ -15,6 +15,7 @@ from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot
 async def world(start_llama, save_dir):
     server = start_llama(slots=3, ctx=1024, save_dir=save_dir)
     async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+        world.server = server
         yield world
 
 
@@ -163,6 +164,34 @@ class TestPin:
         await world.adapter.unpin(pinned.pin_id)
         assert (await world.do(KvVerb.FLUSH)).left == {}
         assert await world.files() == []
+
+
+@pytest.mark.parametrize("key", [None, "another"])
+async def test_pins_of_files_end_with_the_server_process(start_llama, save_dir, world, key):
+    """Also where the next one has another model."""
+    await world.ask(prompt_of(1))
+    await world.do(KvVerb.OFFLOAD)
+    pin = await world.adapter.pin(KvTarget(prompt_of(1)), 100)
+    (entry,) = world.adapter._registry.entries(world.adapter._session.facts.key)
+    assert entry.pins
+    entry.key = key or entry.key
+    world.server.kill()
+    start_llama(slots=2, ctx=1024, save_dir=save_dir, port=world.server.port)
+    with pytest.raises(EngineUnavailable):
+        await world.adapter.load()
+    await world.adapter.connect()
+    assert not await world.adapter.unpin(pin.pin_id)
+    assert not entry.pins
+
+
+async def test_pins_of_files_end_when_kvpin_leaves_the_server(start_llama, save_dir):
+    servers = [start_llama(slots=1, ctx=1024, save_dir=save_dir) for _ in range(2)]
+    async with slot_world(servers[0].url, "one", host_cache_dir=str(save_dir)) as one:
+        async with slot_world(servers[1].url, "two", host_cache_dir=str(save_dir)) as two:
+            await two.ask(prompt_of(1))
+            await two.do(KvVerb.OFFLOAD)
+            await two.adapter.pin(KvTarget(prompt_of(1)), 100)
+        assert not (await one.do(KvVerb.FLUSH)).left
 
 
 async def test_events_follow_what_the_verbs_do(world):
