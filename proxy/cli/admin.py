@@ -64,7 +64,7 @@ def warm(
 def pin(
     *,
     target: PrefixOptions,
-    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long to protect it.")] = 3600.0,
+    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long, 7 days at most.")] = 3600.0,
     kvpin: AdminClient,
     as_json: JsonOption = False,
 ) -> None:
