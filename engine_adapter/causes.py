@@ -79,7 +79,8 @@ class Code(StrEnum):
         "the body is longer than `limits.body_bytes`, or than `limits.json_bytes` beside base64")
     ENCODED_BODY = "encoded_body", 415, "the body is compressed, but not by gzip, deflate or zstd"
     MODEL_FAILED = "model_failed", 424, (
-        "no engine can load the model: the message says why. Each request tries to load it again")
+        "no engine can load the model: the message says why. After 10 s, and up to 10 minutes after repeated "
+        "failures, a request tries again")
     RATE_LIMIT_EXCEEDED = "rate_limit_exceeded", 429, (
         "the tenant is over a [limit](keys.md#limits-of-a-tenant); `retry-after` says when to retry")
     INTERNAL_ERROR = "internal_error", 500, "a bug in kvpin; the log has the details"

@@ -125,11 +125,8 @@ class AdminGuard:
             self.check(connection)
         except Unauthorized:
             if bearer(connection.headers):
-                event = (
-                    "wrong keys for operators' routes: someone may be guessing, or a program has an old key"
-                )
                 peer = connection.client.host if connection.client is not None else None
-                self._wrong.tell(event, peer, what=self._what)
+                self._wrong.tell(_WRONG_KEYS, peer, what=self._what)
                 async with self._turn:
                     await asyncio.sleep(_WRONG_S)
             raise

@@ -64,7 +64,7 @@ def warm(
 def pin(
     *,
     target: PrefixOptions,
-    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long to protect it.")] = 3600.0,
+    ttl: Annotated[float, typer.Option(metavar="SECONDS", help="How long, 7 days at most.")] = 3600.0,
     kvpin: AdminClient,
     as_json: JsonOption = False,
 ) -> None:
@@ -164,8 +164,8 @@ def engines_drain(
 ) -> None:
     """Give an engine no new requests, from any kvpin of the group.
 
-    With a state_dir or Redis, it stays drained over a restart of kvpin, unless kvpin starts the engine
-    itself: docs/operations.md.
+    With a state_dir or Redis, it stays drained over a restart of kvpin. An engine that kvpin starts itself
+    is known by its id and its machine's name.
     """
     if undo and wait:
         fail("--wait waits for an engine that drains: leave out --undo or --wait")

@@ -27,7 +27,6 @@ from proxy.fleet.fleet import Fleet
 from proxy.fleet.pool import Pool
 from proxy.fleet.state_files import (
     TableFiles,
-    UnusableFileError,
     UseFile,
     make_directory,
     opened,
@@ -161,12 +160,16 @@ def encode(state: SavedState) -> bytes:
 
 
 def decode(data: bytes, *, isolated: bool) -> SavedState:
-    """Reads the file's bytes. Raises UnusableFileError if it is damaged, of another version, or of other
-    tenants."""
+    """Reads the file's bytes. Raises UnusableFileError if it is damaged, or of another version. Of other
+    tenants' state, only the orders are left: they name no salt."""
     state = opened(_HEAD, data, SavedState)
-    if state.isolated != isolated:
-        raise UnusableFileError("there is one tenant now and were several, or the other way round")
-    return state
+    if state.isolated == isolated:
+        return state
+    log.warning(
+        "the saved state is not used but for orders about engines: there is one tenant now and were several, "
+        "or the other way round"
+    )
+    return SavedState(isolated, [], [], state.marks)
 
 
 SAVE_S = 60.0

@@ -270,6 +270,10 @@ _READ = {
         ("fault",),
         lambda now: _faults(now.peers) if now.peers is not None else [],
     ),
+    "kvpin_ready": _Row(
+        "1 while requests for some model can be taken, here or at another kvpin",
+        read=lambda now: [((), now.fleet.serves)],
+    ),
     "kvpin_engine_ready": _Row(
         "1 while the engine takes requests",
         ("engine",),
@@ -319,13 +323,11 @@ _READ = {
     ),
     "kvpin_body_bytes": _Row(
         "Bytes of requests' bodies that no engine has yet",
-        (),
-        lambda now: [((), now.bodies.used + sum(each.body_bytes for each in now.others))],
+        read=lambda now: [((), now.bodies.used + sum(each.body_bytes for each in now.others))],
     ),
     "kvpin_reload_ok": _Row(
         "0 when the settings were refused as they were last read again (SIGHUP): the old ones stay",
-        (),
-        lambda now: [((), now.reload_ok)],
+        read=lambda now: [((), now.reload_ok)],
     ),
     "kvpin_source_answers": _Row(
         "1 when the source of engines answered last, 0 when it failed",
@@ -339,8 +341,7 @@ _READ = {
     ),
     "kvpin_exchange_up": _Row(
         "1 while this kvpin can tell others of its requests; no value without an exchange",
-        (),
-        lambda now: [((), now.peers.stats().connected)] if now.peers is not None else [],
+        read=lambda now: [((), now.peers.stats().connected)] if now.peers is not None else [],
     ),
     "kvpin_exchange_peers": _Row(
         "Other kvpins in front of these engines; in_step: true if all their requests are known here",
@@ -349,8 +350,7 @@ _READ = {
     ),
     "kvpin_tasks": _Row(
         "Tasks of the event loop; they fall with requests in flight, unless kvpin leaks",
-        (),
-        lambda now: [((), tasks() + sum(each.tasks for each in now.others))],
+        read=lambda now: [((), tasks() + sum(each.tasks for each in now.others))],
     ),
     "kvpin_build_info": _Row("1, with the version of kvpin", ("version",), lambda _: [((_VERSION,), 1)]),
 }

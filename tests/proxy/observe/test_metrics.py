@@ -227,13 +227,14 @@ def test_transfers_are_counted_by_their_two_engines(fleet):
 
 async def test_gauges_are_read_from_the_fleet(fleet):
     (engine,), metrics = fleet.engines.values(), Metrics(fleet)
-    assert value(metrics, "kvpin_engine_ready", engine="a") == 0
+    assert (value(metrics, "kvpin_engine_ready", engine="a"), value(metrics, "kvpin_ready")) == (0, 0)
     pool = fleet.join(engine, INFO)
     engine.state = EngineState.READY
     engine.audit.synced()
     engine.ledger.begin(0.0, 1.0, Work(10))
     pool.index.store("a", Tier.GPU, [1, 2])
     pool.index.store("a", Tier.HOST, [2])
+    assert value(metrics, "kvpin_ready") == 1
     for name, number in (("ready", 1), ("precise", 1), ("in_flight", 1), ("draining", 0)):
         assert value(metrics, f"kvpin_engine_{name}", engine="a") == number
     assert value(metrics, "kvpin_engine_blocks", engine="a", tier="gpu") == 2
@@ -241,7 +242,11 @@ async def test_gauges_are_read_from_the_fleet(fleet):
     assert value(metrics, "kvpin_index_entries", model="m") == 2
     engine.state = EngineState.DRAINING
     assert value(metrics, "kvpin_engine_ready", engine="a") == 0
-    assert value(metrics, "kvpin_engine_draining", engine="a") == 1
+    assert (value(metrics, "kvpin_engine_draining", engine="a"), value(metrics, "kvpin_ready")) == (1, 0)
+    engine.state = EngineState.READY
+    engine.give_to("other", is_served_there=True)
+    assert (value(metrics, "kvpin_engine_ready", engine="a"), value(metrics, "kvpin_ready")) == (0, 1)
+    assert value(Metrics(Fleet()), "kvpin_ready") == 0
 
 
 def held(predicted, *elsewhere, restore_s=0.0):

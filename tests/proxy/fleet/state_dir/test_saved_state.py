@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replaced
 from structlog.testing import capture_logs
 
 from engine_adapter import (
@@ -32,14 +33,12 @@ from proxy.fleet.saved_state import (
     FILE,
     SLICE_RUNS,
     EngineMemory,
-    SavedState,
     StateSaver,
     decode,
     encode,
     keep,
     on_other_clock,
 )
-from proxy.fleet.state_files import UnusableFileError
 from proxy.prompt import RegisteredTables
 from proxy.request.tenants import Tenants
 from proxy.runtime import Supervisor
@@ -151,9 +150,19 @@ def test_a_pin_ends_at_the_same_time_on_another_clock():
     assert on_other_clock(other, -1000.0) == one
 
 
-def test_salts_of_several_tenants_are_none_of_a_single_one():
-    with pytest.raises(UnusableFileError, match="one tenant now and were several"):
-        decode(encode(SavedState(False, [], [])), isolated=True)
+async def test_of_the_state_of_several_tenants_a_single_one_has_the_orders_alone(tmp_path):
+    world = World(tmp_path)
+    world.fleet.book.drain("gpu1:8000", drained=True, now=time.time())
+    world.pins.add(pin())
+    await world.save()
+    world.path.write_bytes(encode(replaced(decode(world.path.read_bytes(), isolated=False), isolated=True)))
+    with capture_logs() as logs:
+        later = World(tmp_path)
+    assert later.fleet.book.is_drained("gpu1:8000")
+    assert (later.keeper.memories, later.pins.active(time.monotonic())) == ({}, ())
+    (told,) = logs
+    assert told["log_level"] == "warning"
+    assert told["event"].startswith("the saved state is not used but for orders about engines: there is one")
 
 
 # --- what is kept of an engine, and what the next kvpin makes of it. Views: tests/proxy/core/index
