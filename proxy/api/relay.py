@@ -212,10 +212,16 @@ class PassedToOwner:
         )
 
     def _is_served_here(self, model: str | None) -> bool:
+        """False also for a name that only another kvpin knows: an engine that takes any name, or the default
+        model, does not answer for it."""
         try:
-            return bool(self._fleet.find(model)[0].engines)
+            pool, served = self._fleet.find(model)
         except (NotFound, NoEngine):
             return False
+        names = {model, self._fleet.aliases.get(model or "")} - {None}
+        is_named = served is None or served in names
+        told = self._peers.owners.elsewhere.values()
+        return bool(pool.engines) and (is_named or names.isdisjoint(each.model for each in told))
 
     def _owner_of(self, model: str | None, told: Sequence[ToldClaim]) -> ToldClaim | None:
         """The kvpin with the most engines of the model. Without own engines, this kvpin does not know the
