@@ -140,7 +140,7 @@ class PassedToOwner:
     def models(self) -> frozenset[str]:
         """The models that other kvpins serve for this one."""
         told = self._peers.owners.elsewhere.values()
-        return frozenset(each.model for each in told if each.model is not None and each.socket is not None)
+        return frozenset().union(*(each.models for each in told if each.socket is not None))
 
     def way(self, model: str | None, exchange: Exchange) -> ToldClaim | None:
         """The kvpin that gets a request for this model; None if the request stays here.
@@ -221,7 +221,7 @@ class PassedToOwner:
         names = {model, self._fleet.aliases.get(model or "")} - {None}
         is_named = served is None or served in names
         told = self._peers.owners.elsewhere.values()
-        return bool(pool.engines) and (is_named or names.isdisjoint(each.model for each in told))
+        return bool(pool.engines) and (is_named or all(names.isdisjoint(each.models) for each in told))
 
     def _owner_of(self, model: str | None, told: Sequence[ToldClaim]) -> ToldClaim | None:
         """The kvpin with the most engines of the model. Without own engines, this kvpin does not know the
@@ -229,7 +229,7 @@ class PassedToOwner:
         own = any(pool.engines for pool in self._fleet.pools.values())
         names = (model, self._fleet.aliases.get(model or ""), self._fleet.default_model)
         for name in names:
-            if name is not None and (serving := [each for each in told if each.model == name]):
+            if name is not None and (serving := [each for each in told if name in each.models]):
                 return _first_of(serving)
         return None if own else _first_of(told)
 

@@ -350,8 +350,8 @@ class Peers:
         """Takes engines that only one kvpin may use, or leaves them to a peer. Tells what changed."""
         others: dict[str, dict[int, ToldClaim]] = {}
         for owner, peer in self._peers.items():
-            for engine, claim in peer.claims():
-                others.setdefault(engine, {})[owner] = claim
+            for url, claim in peer.claims().items():
+                others.setdefault(url, {})[owner] = claim
         was_bidding = self.owners.is_bidding
         is_alone = self.bus.is_alone and not self._peers
         self.owners.decide(
