@@ -225,8 +225,7 @@ class Peer:
         return [problem for problem in problems if problem is not None]
 
     def claims(self) -> dict[str, ToldClaim]:
-        """Its claims to engines that only one kvpin may use, by their URLs here. Of a router's models, either
-        kvpin may have one engine each, or one for all before it has connected."""
+        """Its claims to engines that only one kvpin may use, by their URLs here: a router may be several."""
         claims: dict[str, ToldClaim] = {}
         for told in self.engines:
             engine = self._fleet.engines.get(self.here.get(told.id, ("", False))[0])
