@@ -359,10 +359,11 @@ class Workers:
             check(settings)
             write_refusal(self._directory.path, None)
             self._engines.follow(settings)
-        except (SettingsError, EngineSpecError) as error:
+        except (SettingsError, EngineSpecError, OSError) as error:  # the directory may be full
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence
-            write_refusal(self._directory.path, str(error))
-            self._tell(signal.SIGHUP)
+            with suppress(OSError):
+                write_refusal(self._directory.path, str(error))
+                self._tell(signal.SIGHUP)
         else:
             self._settings = settings.model_copy(update={"workers": self._settings.workers})
 

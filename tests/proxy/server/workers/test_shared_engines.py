@@ -1,12 +1,15 @@
 """Engines that several workers share: real processes that listen."""
 
 import asyncio
+import errno
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine_adapter import EngineSpecError
 from proxy import runtime
@@ -14,7 +17,7 @@ from proxy.fleet.managed_engine import ProcessState
 from proxy.runtime import Supervisor
 from proxy.server.workers import supervisor
 from proxy.server.workers.supervisor import SharedEngines, starting_file
-from proxy.settings import ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from tests.kv_world import until
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
@@ -79,6 +82,23 @@ async def test_engines_follow_the_settings_and_changed_ones_do_one_after_the_oth
     await shared.aclose()
     for name in "abd":
         assert not await listens(now[name]["url"])
+
+
+async def test_a_full_directory_leaves_the_settings_as_they_were_and_is_logged(monkeypatch):
+    def is_full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    named = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
+    load = Mock(side_effect=[Settings(engines=(named,)), SettingsError("bad")])
+    workers = supervisor.Workers(Settings(workers=2), load, [])
+    before = workers._settings
+    monkeypatch.setattr(Path, "write_text", is_full)
+    with capture_logs() as logs:
+        workers._reload()
+        workers._reload()
+    workers._directory.remove()
+    assert [each["error"] for each in logs] == ["[Errno 28] No space left on device", "bad"]
+    assert workers._settings is before
 
 
 async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
