@@ -131,6 +131,26 @@ async def test_an_engine_that_leaves_ends_once_no_worker_uses_it(shared):
     old.stop.assert_awaited_once()
 
 
+async def test_an_engine_that_is_named_again_waits_for_the_process_that_had_its_id(shared, tmp_path):
+    uses, graceful = {"answer": True}, {"graceful_shutdown_s": 60}
+    shared._is_used = AsyncMock(side_effect=lambda _url: uses["answer"])
+    shared.follow(settings(engine("a"), engine("b")))
+    old = told(tmp_path)["a"]["url"]
+    await until_listens(old)
+    for named in ((), (engine("a"),), (), (engine("a"),)):  # of two that were named again, one may start
+        shared.follow(settings(engine("b"), *named).model_copy(update=graceful))
+        await asyncio.sleep(0.05)
+    new = shared._engines["a"]
+    await asyncio.sleep(0.5)
+    assert await listens(old)
+    assert (new.pid, new.starting) == (None, True)
+    uses["answer"] = False
+    await until_listens(new.spec.url)
+    assert not await listens(old)
+    assert new.restarts == 0
+    assert not shared._ending
+
+
 @pytest.mark.parametrize("command", [SERVER, "false {port}"], ids=["healthy", "ends"])
 async def test_a_file_is_there_until_the_first_start_of_an_engine_has_ended(shared, tmp_path, command):
     shared.follow(settings(engine("a").model_copy(update={"command": tuple(command.split())})))
