@@ -140,7 +140,7 @@ class PassedToOwner:
     def models(self) -> frozenset[str]:
         """The models that other kvpins serve for this one."""
         told = self._peers.owners.elsewhere.values()
-        return frozenset(each.model for each in told if each.model is not None and each.socket is not None)
+        return frozenset().union(*(each.models for each in told if each.socket is not None))
 
     def way(self, model: str | None, exchange: Exchange) -> ToldClaim | None:
         """The kvpin that gets a request for this model; None if the request stays here.
@@ -212,10 +212,16 @@ class PassedToOwner:
         )
 
     def _is_served_here(self, model: str | None) -> bool:
+        """False also for a name that only another kvpin knows: an engine that takes any name, or the default
+        model, does not answer for it."""
         try:
-            return bool(self._fleet.find(model)[0].engines)
+            pool, served = self._fleet.find(model)
         except (NotFound, NoEngine):
             return False
+        names = {model, self._fleet.aliases.get(model or "")} - {None}
+        is_named = served is None or served in names
+        told = self._peers.owners.elsewhere.values()
+        return bool(pool.engines) and (is_named or all(names.isdisjoint(each.models) for each in told))
 
     def _owner_of(self, model: str | None, told: Sequence[ToldClaim]) -> ToldClaim | None:
         """The kvpin with the most engines of the model. Without own engines, this kvpin does not know the
@@ -223,7 +229,7 @@ class PassedToOwner:
         own = any(pool.engines for pool in self._fleet.pools.values())
         names = (model, self._fleet.aliases.get(model or ""), self._fleet.default_model)
         for name in names:
-            if name is not None and (serving := [each for each in told if each.model == name]):
+            if name is not None and (serving := [each for each in told if name in each.models]):
                 return _first_of(serving)
         return None if own else _first_of(told)
 

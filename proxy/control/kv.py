@@ -163,7 +163,8 @@ class KvOrders:
         finally:
             if flush is not None and not complete:
                 ingest, engine, pool = self._flow.attempts.ingest, share.engine, share.pool
-                if ingest is not None and engine.audit.trust is Trust.PRECISE and engine.id in pool.engines:
+                is_there = pool.engines.get(engine.id) is engine
+                if ingest is not None and engine.audit.trust is Trust.PRECISE and is_there:
                     ingest.follow(engine, pool)  # some of the KV is still there: its events tell which
                 if not part.done and flush in engine.flushed:
                     engine.flushed.remove(flush)

@@ -23,7 +23,7 @@ class ToldClaim:
 
     claim: Claim
     name: str  # the kvpin, for people
-    model: str | None  # the engine's model there; None while it is not connected
+    models: frozenset[str]  # those of its engines there; none while they are not connected
     socket: str | None  # serves HTTP to this kvpin; None if this kvpin cannot reach it
 
 
@@ -36,7 +36,7 @@ class Owners:
         kvpin drew."""
         self._kvpin, self._fleet = kvpin, fleet
         self.elsewhere: dict[str, ToldClaim] = {}
-        self._claims: dict[str, OwnClaim] = {}  # by address
+        self._claims: dict[str, OwnClaim] = {}  # by URL: engines of one server have one owner
         fleet.claims_engines = True
 
     @property
@@ -59,20 +59,20 @@ class Owners:
     def decide(
         self,
         now: float,  # monotonic seconds
-        others: Mapping[str, Mapping[int, ToldClaim]],  # engine → claims, by the numbers that kvpins drew
+        others: Mapping[str, Mapping[int, ToldClaim]],  # URL → claims, by the numbers that kvpins drew
         *,
         is_heard: bool,  # other kvpins hear what this one tells
         is_alone: bool,  # there is no other kvpin
         may_own: bool = True,  # of the workers of one kvpin, only the one that speaks for all claims engines
     ) -> None:
         """Takes the engines that this kvpin owns by now. Leaves engines that another kvpin owns."""
-        claimed, self.elsewhere = {}, {}
+        claimed, self.elsewhere = dict[str, OwnClaim](), {}
         for engine in self._fleet.engines.values():
             if not engine.adapter.one_owner:
                 continue
             url = engine.adapter.spec.url
-            own = claimed[url] = self._claims.get(url) or OwnClaim(self._kvpin)
-            told = others.get(engine.id, {})
+            own = claimed.setdefault(url, self._claims.get(url) or OwnClaim(self._kvpin))
+            told = others.get(url, {})
             claims = {kvpin: each.claim for kvpin, each in told.items()}
             own.is_locked_out = _is_locked_out(engine)
             own.decide(
@@ -102,7 +102,7 @@ def _is_locked_out(engine: Engine) -> bool:
 def _give(engine: Engine, to: ToldClaim | None) -> None:
     """Leaves an engine to the kvpin that uses it; None while none does."""
     owner = to.name if to is not None else None
-    is_served = to is not None and to.socket is not None and to.model is not None
+    is_served = to is not None and to.socket is not None and bool(to.models)
     if not engine.mine.is_set() and (engine.owner, engine.is_served_there) == (owner, is_served):
         return
     if owner is not None and engine.owner != owner:

@@ -224,11 +224,16 @@ class Peer:
         problems = (disagreement(told, engines) for told in self.engines)
         return [problem for problem in problems if problem is not None]
 
-    def claims(self) -> Iterator[tuple[str, ToldClaim]]:
-        """Its claims to engines that only one kvpin may use, with the ids of the engines here."""
+    def claims(self) -> dict[str, ToldClaim]:
+        """Its claims to engines that only one kvpin may use, by their URLs here: a router may be several."""
+        claims: dict[str, ToldClaim] = {}
         for told in self.engines:
-            if told.claim is not None and told.id in self.here:
-                yield self.here[told.id][0], ToldClaim(told.claim, self.label, told.model, self.socket)
+            engine = self._fleet.engines.get(self.here.get(told.id, ("", False))[0])
+            if told.claim is not None and engine is not None:
+                url, models = engine.adapter.spec.url, {told.model} if told.model is not None else set[str]()
+                models |= claims[url].models if url in claims else set()
+                claims[url] = ToldClaim(told.claim, self.label, frozenset(models), self.socket)
+        return claims
 
     def site(self, engine_id: str) -> Site | None:
         """The engine here that it calls by that id; None if there is none now."""

@@ -95,7 +95,7 @@ class Peers:
 
     def start(self, tasks: Supervisor) -> None:
         """Begins to exchange."""
-        callbacks = BusCallbacks(self._receive, self._introduce, self._lose, self._remember)
+        callbacks = BusCallbacks(self._receive, self._join, self._lose, self._remember)
         self._fleet.book.listeners.append(self._tell_marks)
         self._fleet.pins.listeners.append(self._tell_state)
         self._tenants.listeners.append(self._tell_state)
@@ -136,12 +136,12 @@ class Peers:
         self.counts.told += len(messages)
         self.bus.publish(frame_of(self._owner, messages))
 
-    def _flush(self) -> None:
+    def _flush(self, *, anew: bool = False) -> None:
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
         messages = self._own.take()
-        messages += [UseReport(tenant, use) for tenant, use in self._tenants.take_used()]
+        messages += [UseReport(tenant, use) for tenant, use in self._tenants.take_used(anew=anew)]
         if messages:
             self._say(messages)
 
@@ -149,7 +149,13 @@ class Peers:
         self._engines = described(self._fleet, self.owners.claim_of)
         self._tell_state()
         self._own.tell(self._own.heartbeat(monotonic()))
-        self._flush()
+        self._flush(anew=True)
+
+    def _join(self) -> None:
+        """The exchange works, or works again: what was told meanwhile is lost, in both directions."""
+        for owner in self._peers:
+            self._own.tell(Ask(owner, contents=self._wants_contents(owner)))
+        self._introduce()
 
     def _tell_state(self) -> None:
         """Tells again who this kvpin is, with its engines, pins, what operators have ordered, and issued
@@ -166,9 +172,8 @@ class Peers:
                 for message in contents(self._fleet, to):
                     self._say([message])
                     await asyncio.sleep(0)
-            self._flush()
-            uses = self._tenants.take_used(anew=True)
-            self._say([self._state(), *(UseReport(tenant, use) for tenant, use in uses)])
+            self._tell_state()
+            self._flush(anew=True)
             for part in in_parts(self._own.in_flight(monotonic()), _hash_bytes, _PART_BYTES):
                 self._say(part)
 
@@ -177,15 +182,14 @@ class Peers:
             self._flush_at = asyncio.get_running_loop().call_later(BATCH_S, self._flush)
 
     def _state(self) -> KvpinState:
-        path = self.bus.http_socket
-        socket_path = str(path) if path is not None else None
+        path = str(self.bus.http_socket) if self.bus.http_socket is not None else None
         ahead_s = time() - monotonic()
         pins = [
             ToldPin(pin.pin_id, list(pin.engine_pins), pin.blocks, pin.expires + ahead_s, pin.label)
             for pin in self._fleet.pins.active(monotonic())
         ]
         marks, keys, secret = self._told_marks(), self._keys(), self._fleet.secret_name
-        return KvpinState(self.name, self._engines, socket_path, marks, pins, keys, secret)
+        return KvpinState(self.name, self._engines, path, marks, pins, keys, secret)
 
     # --- listening ---------------------------------------------------------------------------------
 
@@ -240,8 +244,7 @@ class Peers:
                 "restart both, one after the other",
                 peer=peer.label,
             )
-        has_marks, has_keys = self._take_marks(state.marks), self._take_keys(state.keys)
-        peer.is_doubted = not (has_marks and has_keys)
+        peer.is_doubted = not all([self._take_marks(state.marks), self._take_keys(state.keys)])
         self._match(now, peer)
         self._decide_owners(now)
         if is_new:
@@ -350,8 +353,8 @@ class Peers:
         """Takes engines that only one kvpin may use, or leaves them to a peer. Tells what changed."""
         others: dict[str, dict[int, ToldClaim]] = {}
         for owner, peer in self._peers.items():
-            for engine, claim in peer.claims():
-                others.setdefault(engine, {})[owner] = claim
+            for url, claim in peer.claims().items():
+                others.setdefault(url, {})[owner] = claim
         was_bidding = self.owners.is_bidding
         is_alone = self.bus.is_alone and not self._peers
         self.owners.decide(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -362,8 +362,8 @@ async def _read(response: IncomingResponse) -> bytes:
 
 
 def _end_now(limit: asyncio.Timeout) -> None:
-    """Ends what the limit is for, unless that was done before."""
-    if not limit.expired():
+    """Ends what the limit is for, unless it has ended."""
+    with suppress(RuntimeError):  # it was left, e.g. because both halves failed in one turn
         limit.reschedule(asyncio.get_running_loop().time())
 
 

@@ -289,14 +289,18 @@ _COUNTED = re.compile(r"[a-z][a-z0-9_-]*-\d+(-dp\d+)?")
 
 
 def match(told: ToldEngine, own: Iterable[ToldEngine]) -> ToldEngine | None:
-    """The own engine that equals a peer's engine; None without one."""
-    named = None
-    for each in own:
-        if each.address == told.address:
-            return each
-        if each.id == told.id and not (each.is_local or told.is_local or _COUNTED.fullmatch(told.id)):
-            named = each
-    return named
+    """The own engine that equals a peer's engine; None without one. Of several at one address, e.g. the
+    models of a router, it is the one with the same id, unless that is counted; then with the same model."""
+    own, is_given = list(own), _COUNTED.fullmatch(told.id) is None
+    if there := [each for each in own if each.address == told.address]:
+        return max(there, key=lambda each: _likeness(told, each, is_given=is_given))
+    named = (each for each in own if each.id == told.id and not (each.is_local or told.is_local))
+    return next(named, None) if is_given else None
+
+
+def _likeness(told: ToldEngine, own: ToldEngine, *, is_given: bool) -> tuple[bool, bool, bool]:
+    has_id, has_model = own.id == told.id, told.model is not None and own.model == told.model
+    return is_given and has_id, has_model, has_id
 
 
 def hash_alike(told: ToldEngine, own: ToldEngine) -> bool:

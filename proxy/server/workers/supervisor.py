@@ -359,10 +359,11 @@ class Workers:
             check(settings)
             write_refusal(self._directory.path, None)
             self._engines.follow(settings)
-        except (SettingsError, EngineSpecError) as error:
+        except (SettingsError, EngineSpecError, OSError) as error:  # the directory may be full
             log.error("settings not reloaded: the old ones stay", error=str(error))  # noqa: TRY400 - one sentence
-            write_refusal(self._directory.path, str(error))
-            self._tell(signal.SIGHUP)
+            with suppress(OSError):
+                write_refusal(self._directory.path, str(error))
+                self._tell(signal.SIGHUP)
         else:
             self._settings = settings.model_copy(update={"workers": self._settings.workers})
 
@@ -382,6 +383,7 @@ class SharedEngines:
         self._transport = HttpTransport()
         self._engines: dict[str, ManagedEngine] = {}
         self._entries: dict[str, EngineEntry] = {}
+        self._ending = list[ManagedEngine]()
         self._turn = asyncio.Lock()
 
     def follow(self, settings: Settings) -> None:
@@ -436,12 +438,16 @@ class SharedEngines:
     async def _end(self, old: ManagedEngine, grace_s: float, joining: Collection[ManagedEngine] = ()) -> None:
         """Stops an engine once the workers have left it, but not later than `grace_s` from now. Before that,
         they use it until they have reached those that join, but not longer than so."""
-        await until(lambda: all(each.state is ProcessState.READY for each in joining), grace_s)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while await self._is_used(old.spec.url):  # noqa: ASYNC110 - it is asked
-                    await asyncio.sleep(_ASK_AGAIN_S)
-        await old.stop()
+        self._ending.append(old)
+        try:
+            await until(lambda: all(each.state is ProcessState.READY for each in joining), grace_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    while await self._is_used(old.spec.url):  # noqa: ASYNC110 - it is asked
+                        await asyncio.sleep(_ASK_AGAIN_S)
+            await old.stop()
+        finally:
+            self._ending.remove(old)
 
     async def _is_used(self, url: str) -> bool:
         """False once every worker says that it has left the engine at that address."""
@@ -455,7 +461,14 @@ class SharedEngines:
         file.unlink(missing_ok=True)  # noqa: ASYNC240 - once, and empty
 
     def _run(self, engine: ManagedEngine) -> None:
-        self._tasks.start(f"engine {engine.id} {id(engine)}", engine.run())
+        self._tasks.start(f"engine {engine.id} {id(engine)}", self._start(engine))
+
+    async def _start(self, engine: ManagedEngine) -> None:
+        """Runs an engine once each process that had its id has ended: a machine may not have room for
+        both."""
+        await until(lambda: all(each.id != engine.id for each in self._ending if each is not engine))
+        if self._engines.get(engine.id) is engine:  # it was not removed meanwhile
+            await engine.run()
 
     def _publish(self) -> None:
         for engine in self._engines.values():

@@ -263,6 +263,20 @@ async def test_it_goes_to_the_owner_of_its_model_where_there_are_other_engines_t
     assert other.seen == []
 
 
+@pytest.mark.parametrize("takes", ["default_model", "any_model"])
+async def test_it_goes_to_the_owner_of_its_model_where_an_engine_here_takes_other_names(
+    bus, engine, other, takes
+):
+    adapter = FakeAdapter("b", other.url, replace(INFO, any_model=takes == "any_model"), model="n")
+    options = {"aliases": {"alias": "m"}, "default_model": "n" if takes == "default_model" else None}
+    async with two(bus, engine, adapter, **options) as (_, second), client_of(second) as client:
+        for name, served_by in (("m", "slots"), ("alias", "slots"), ("n", "b"), ("x", "b")):
+            answer = await client.post(COMPLETIONS, json={"model": name, "prompt": "a"})
+            assert answer.headers["x-kvpin-engine"] == served_by
+    async with two(bus, engine, adapter, is_reachable=False) as (_, second), client_of(second) as client:
+        assert is_openai_error(await client.post(COMPLETIONS, content=BODY), 503, "no_engine")
+
+
 async def test_what_was_passed_on_is_not_passed_on_again(bus, engine):
     async with two(bus, engine) as (_, other), reachable(other):
         transport = httpx.AsyncHTTPTransport(uds=str(other.peers.bus.http_socket))

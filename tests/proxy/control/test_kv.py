@@ -131,6 +131,25 @@ async def test_what_a_flush_leaves_is_learned_again_from_events(world, pair, lef
     assert a.subscriptions == 1 + left
 
 
+async def test_a_flush_that_is_cancelled_leaves_the_view_of_the_engine_that_came_in_place(world):
+    old, new = KvFake("a"), KvFake("a")
+    for each in (old, KvFake("b")):
+        world.add(each)
+    engine, ingest = world.engines["a"], world.flow.attempts.ingest
+    engine.audit.synced()
+    world.served(old, tokens(32))
+    old.gate.clear()
+    operation = await world.kv.operate(KvVerb.FLUSH, Target(engine="a"))
+    assert not await operation.wait(0.02)
+    world.fleet.remove(engine)
+    world.add(new)
+    ingest.follow(world.engines["a"], world.pool)
+    await until(lambda: new.subscriptions == 1)
+    world.operations.cancel(operation.operation_id)
+    await asyncio.sleep(0.02)
+    assert old.subscriptions == 0
+
+
 async def test_a_flush_ends_the_pins_it_meets(world, learned):
     a, b = learned
     for fake in learned:

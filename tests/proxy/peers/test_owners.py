@@ -1,12 +1,14 @@
 """Kvpins that claim an engine which only one may use. With a real llama-server: tests/live/test_owners.py."""
 
 import asyncio
+from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import pytest
 import structlog
 
 from engine_adapter import EngineTaken
+from proxy.core.peers import messages
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
@@ -137,6 +139,32 @@ async def test_of_two_that_did_not_hear_each_other_one_lets_go(kvpin):
     await until(lambda: five.sees_at(9))
     await until(lambda: left)
     assert nine.is_owner
+
+
+def told(name, model, claim):
+    return messages.ToldEngine(name, ADDRESS, False, model, 16, claim)
+
+
+@pytest.mark.parametrize("others", [(), ("more",), ("a", "b")])
+async def test_engines_of_one_server_have_one_owner_that_serves_all_their_models(kvpin, others):
+    """A router that one kvpin has connected to is as many engines there as it has models."""
+    five = kvpin(5)
+    for name in others:
+        adapter = Slots(5, set())
+        adapter.spec = replace(adapter.spec, id=name)
+        five.fleet.add(adapter)
+    peers = five.peers
+    claim = messages.Claim(3, is_held=True)
+    theirs = [told("a", "m", claim), told("b", "n", claim), told("c", None, claim)]
+    state = messages.KvpinState("nine", theirs)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(50):
+            peers._receive(messages.frame_of(9, [state, messages.Heartbeat(b"", 0.0)]))
+            await asyncio.sleep(0.1)
+    assert {each.owner for each in five.fleet.engines.values()} == {"nine"}
+    assert {each.models for each in peers.owners.elsewhere.values()} == {frozenset("mn")}
+    assert peers.owners.claim_of(five.engine) is None
+    assert sum(log["event"] == "another kvpin owns the engine" for log in logs) == len(five.fleet.engines)
 
 
 async def test_without_contact_a_lock_keeps_the_second_one_off(kvpin):

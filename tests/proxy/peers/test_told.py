@@ -41,22 +41,28 @@ async def test_after_a_lost_frame_they_agree_again(wires):
         await two.settled()
 
 
-async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
+@contextlib.asynccontextmanager
+async def two_that_limit(exchange):
+    """An engine, and two proxies that let a tenant have one request at a time, each with a client."""
     limits = {"t": TenantLimits(concurrent_requests=1)}
-
-    def tenants():
-        return Tenants([ApiKey.of("key", "t")], limits)
-
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(Gated("a"))
+        options = {"reuse": True, "exchange": exchange}
         one, two = [
-            await stack.enter_async_context(proxy_over(engine, reuse=True, exchange=unix, tenants=tenants()))
+            await stack.enter_async_context(
+                proxy_over(engine, tenants=Tenants([ApiKey.of("key", "t")], limits), **options)
+            )
             for _ in range(2)
         ]
         await until(lambda: in_step(one) and in_step(two))
         headers = {"authorization": "Bearer key"}
         first = await stack.enter_async_context(client_of(one, headers=headers))
         second = await stack.enter_async_context(client_of(two, headers=headers))
+        yield engine, (one, two), (first, second)
+
+
+async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
+    async with two_that_limit(unix) as (engine, (_, two), (first, second)):
         engine.gate.clear()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(ask(first, stream=True))
@@ -68,6 +74,24 @@ async def test_the_limits_of_a_tenant_hold_for_all_together(unix):
             await running
         await two.settled()
         assert (await ask(second)).status_code == 200
+
+
+@pytest.mark.parametrize("cut", [0, 1], ids=["there", "here"])
+async def test_a_request_that_ended_while_the_exchange_was_away_counts_no_more(wires, cut):
+    async with two_that_limit(lambda _: Wire(wires)) as (engine, (one, two), (first, second)):
+        engine.gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(ask(first))
+            await until(lambda: in_flight(two))
+            wires[cut].is_cut = True
+            engine.gate.set()
+            await running
+        await one.settled()
+        await asyncio.sleep(20 * peers_module.BATCH_S)
+        assert (await ask(second)).status_code == 429
+        wires[cut].is_cut = False
+        wires[cut].ears.joined()
+        await until(lambda: two.tenants.quota("t").has_room, 2)
 
 
 async def test_nothing_of_a_prompt_or_a_name_goes_over_the_wire(wires):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_adapter import EngineLate, EngineRejected, Handover, Hold
+from engine_adapter import EngineDied, EngineLate, EngineRejected, Handover, Hold
 from proxy.core.life import Cause
 from proxy.steps import other_leg
 from proxy.steps.forward import Forwarded
@@ -125,6 +125,23 @@ class TestHalves:
 
         with pytest.raises(KeyError, match="bug"):
             await half(breaks).in_time(asyncio.sleep(60))
+
+    async def test_both_halves_may_fail_in_one_turn(self, half):
+        gone, complaints = asyncio.Event(), []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, told: complaints.append(told))
+
+        async def fails(waits_first):
+            await asyncio.sleep(0 if waits_first else 0.01)
+            await gone.wait()
+            raise EngineDied("p")
+
+        answer = asyncio.create_task(half(fails).in_time(fails(None)))
+        await asyncio.sleep(0.05)
+        gone.set()
+        with pytest.raises(EngineDied):
+            await answer
+        await asyncio.sleep(0)
+        assert not complaints
 
     async def test_a_report_that_does_not_come_is_not_waited_for_long(self, half, monkeypatch):
         monkeypatch.setattr(other_leg, "LAST_S", 0.05)

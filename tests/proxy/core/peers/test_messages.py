@@ -104,6 +104,18 @@ def test_a_counted_id_or_one_of_a_single_machine_says_nothing(told, same):
     assert match(told, [*ALL, RANK]) is same
 
 
+@pytest.mark.parametrize("url", ["http://router:80", "host http://127.0.0.1:80"])
+def test_of_several_engines_at_one_address_the_id_or_the_model_tells_which(url):
+    a, b = (ToldEngine(name, url, False, model, 16) for name, model in (("gw-a", "m"), ("gw-b", "n")))
+    counted = [replace(each, id=f"gw-{number}") for number, each in enumerate((a, b))]
+    assert [match(each, [b, a]) for each in (a, b)] == [a, b]
+    assert match(replace(b, model=None), [a, b]) is b
+    assert match(replace(b, id="other"), [a, b]) is b
+    assert match(replace(counted[0], model="n"), counted) is counted[1]  # in another order there
+    assert match(replace(counted[1], model=None), counted) is counted[1]
+    assert match(replace(b, id="other", model="x"), [a, b]) is a
+
+
 def test_one_counted_id_for_two_engines():
     said = disagreement(replace(COUNTED, address="http://10.0.0.2:8000"), ALL)
     assert said.startswith(

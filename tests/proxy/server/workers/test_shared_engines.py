@@ -1,12 +1,15 @@
 """Engines that several workers share: real processes that listen."""
 
 import asyncio
+import errno
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine_adapter import EngineSpecError
 from proxy import runtime
@@ -14,7 +17,7 @@ from proxy.fleet.managed_engine import ProcessState
 from proxy.runtime import Supervisor
 from proxy.server.workers import supervisor
 from proxy.server.workers.supervisor import SharedEngines, starting_file
-from proxy.settings import ManagedSettings, Settings
+from proxy.settings import EngineSettings, ManagedSettings, Settings, SettingsError
 from tests.kv_world import until
 
 SERVER = f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}"
@@ -81,6 +84,23 @@ async def test_engines_follow_the_settings_and_changed_ones_do_one_after_the_oth
         assert not await listens(now[name]["url"])
 
 
+async def test_a_full_directory_leaves_the_settings_as_they_were_and_is_logged(monkeypatch):
+    def is_full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    named = EngineSettings(kind="vllm", url="http://127.0.0.1:1", id="v")
+    load = Mock(side_effect=[Settings(engines=(named,)), SettingsError("bad")])
+    workers = supervisor.Workers(Settings(workers=2), load, [])
+    before = workers._settings
+    monkeypatch.setattr(Path, "write_text", is_full)
+    with capture_logs() as logs:
+        workers._reload()
+        workers._reload()
+    workers._directory.remove()
+    assert [each["error"] for each in logs] == ["[Errno 28] No space left on device", "bad"]
+    assert workers._settings is before
+
+
 async def test_an_engine_that_cannot_be_used_changes_nothing(shared, tmp_path):
     shared.follow(settings(engine("a")))
     before = told(tmp_path)
@@ -109,6 +129,26 @@ async def test_an_engine_that_leaves_ends_once_no_worker_uses_it(shared):
         await shared._end(old, 60.0)
     shared._is_used.assert_awaited_with("http://old")
     old.stop.assert_awaited_once()
+
+
+async def test_an_engine_that_is_named_again_waits_for_the_process_that_had_its_id(shared, tmp_path):
+    uses, graceful = {"answer": True}, {"graceful_shutdown_s": 60}
+    shared._is_used = AsyncMock(side_effect=lambda _url: uses["answer"])
+    shared.follow(settings(engine("a"), engine("b")))
+    old = told(tmp_path)["a"]["url"]
+    await until_listens(old)
+    for named in ((), (engine("a"),), (), (engine("a"),)):  # of two that were named again, one may start
+        shared.follow(settings(engine("b"), *named).model_copy(update=graceful))
+        await asyncio.sleep(0.05)
+    new = shared._engines["a"]
+    await asyncio.sleep(0.5)
+    assert await listens(old)
+    assert (new.pid, new.starting) == (None, True)
+    uses["answer"] = False
+    await until_listens(new.spec.url)
+    assert not await listens(old)
+    assert new.restarts == 0
+    assert not shared._ending
 
 
 @pytest.mark.parametrize("command", [SERVER, "false {port}"], ids=["healthy", "ends"])
