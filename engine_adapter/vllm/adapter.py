@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -164,7 +165,10 @@ _INSTEAD = {
 }  # fmt: skip
 # Seconds within which the events tell of a reset. A request of one token makes the server publish them.
 _EVENT_S = 2.0
-_NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}
+_NUDGES: Mapping[str, Mapping[str, object]] = {
+    "/v1/completions": {"prompt": [1], "max_tokens": 1, "temperature": 0},
+    "/v1/embeddings": {"input": [1]},  # of a model that has no route for completions
+}
 
 
 class VllmAdapter(EngineAdapter):
@@ -323,8 +327,12 @@ class VllmAdapter(EngineAdapter):
         if not isinstance(answer, dict) or answer.get("success") is not True:
             return False
         for rank in (None,) if self._rank is None else facts.metrics.ranks or (self._rank,):
-            nudge = {**_NUDGE, "model": facts.model.name}
-            await self._control.call("POST", "/v1/completions", json=nudge, headers=rank_headers(rank))
+            headers = rank_headers(rank)
+            for path, nudge in _NUDGES.items():
+                with suppress(EngineRejected):
+                    named = {**nudge, "model": facts.model.name}
+                    await self._control.call("POST", path, json=named, headers=headers)
+                    break
         if self._watch.is_followed and not await self._watch.wait_for_clearing(cleared, _EVENT_S):
             raise EngineUnavailable("its cache was reset, but no event said so")
         return True

@@ -159,6 +159,21 @@ async def test_each_rank_is_an_engine_of_its_own(adapter_of):
             assert await cleared
 
 
+async def test_a_model_of_embeddings_is_flushed(adapter_of):
+    """Also where nobody follows its events."""
+    with running_vllm(embeds=True) as server:
+        adapter = adapter_of(server)
+        await adapter.connect()
+        (alone,) = await operated(adapter, KvVerb.FLUSH)
+        async with aclosing(adapter.events()) as events:
+            await until(events, ViewCurrent)
+            reading = asyncio.create_task(until(events, BlocksStored))  # takes what comes
+            (followed,) = await operated(adapter, KvVerb.FLUSH)
+            reading.cancel()
+            await asyncio.wait({reading})
+        assert (alone.left, followed.left) == ({}, {})
+
+
 async def test_a_flush_that_no_event_tells_of_is_an_error(adapter_of, monkeypatch):
     with running_vllm() as server:
         adapter = adapter_of(server)
