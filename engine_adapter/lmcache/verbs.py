@@ -50,7 +50,8 @@ _ESCAPED = re.compile(rb"\\u00[567]")  # a letter of that name, as JSON may writ
 
 
 def salt_for(salt: str | None, lora: str | None = None, embeddings: str | None = None) -> str | None:
-    """The salt to send with a request, from its own salt, LoRA adapter and identity of prompt embeddings."""
+    """The salt to send with a request, from its own salt and the identities of its LoRA adapter and prompt
+    embeddings."""
     if salt is not None and (len(salt) > _MAX_OWN or not _FORBIDDEN.isdisjoint(salt)):
         salt = _mark("salt", salt)
     if lora is None and embeddings is None:
