@@ -12,10 +12,10 @@ import hashlib
 import re
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -50,7 +50,8 @@ _ESCAPED = re.compile(rb"\\u00[567]")  # a letter of that name, as JSON may writ
 
 
 def salt_for(salt: str | None, lora: str | None = None, embeddings: str | None = None) -> str | None:
-    """The salt to send with a request, from its own salt, LoRA adapter and identity of prompt embeddings."""
+    """The salt to send with a request, from its own salt and the identities of its LoRA adapter and prompt
+    embeddings."""
     if salt is not None and (len(salt) > _MAX_OWN or not _FORBIDDEN.isdisjoint(salt)):
         salt = _mark("salt", salt)
     if lora is None and embeddings is None:
@@ -238,6 +239,7 @@ def _now() -> float:
 
 _RETRY_S = 5.0
 _FAREWELL_S = 2.0
+_Result = TypeVar("_Result")
 
 
 class _Pin(NamedTuple):
@@ -251,6 +253,7 @@ class TimedPins:
 
     def __init__(self) -> None:
         self._pins: dict[str, _Pin] = {}
+        self._changes: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -259,36 +262,56 @@ class TimedPins:
         self, coordinator: Coordinator, scope: Scope, token_ids: array[int], salt: str, ttl_s: float
     ) -> str:
         """Pins the whole chunks of a prompt on L2 for `ttl_s` seconds; returns the pin's id."""
-        await coordinator.pin(scope, token_ids, salt)
-        pin_id = uuid.uuid4().hex
-        end = asyncio.get_running_loop().create_task(self._end(pin_id, ttl_s))
-        self._pins[pin_id] = _Pin(partial(coordinator.unpin, scope, token_ids, salt), end, asyncio.Lock())
-        return pin_id
+
+        async def pin() -> str:
+            await coordinator.pin(scope, token_ids, salt)
+            pin_id = uuid.uuid4().hex
+            end = asyncio.get_running_loop().create_task(self._end(pin_id, ttl_s))
+            unpin = partial(coordinator.unpin, scope, token_ids, salt)
+            self._pins[pin_id] = _Pin(unpin, end, asyncio.Lock())
+            return pin_id
+
+        return await self._change(pin())
 
     async def remove(self, pin_id: str) -> bool:
         """Ends a pin; False if there is none with that id."""
         pin = self._pins.get(pin_id)
-        if pin is None:
-            return False
-        async with pin.lock:
-            if pin_id in self._pins:  # else it ended meanwhile: the coordinator counts the pins of a chunk
-                await pin.unpin()
-                del self._pins[pin_id]
-        if pin.end is not asyncio.current_task():
-            pin.end.cancel()
-        return True
+        if pin is not None:
+            await self._change(self._remove(pin_id, pin))
+        return pin is not None
 
     async def aclose(self) -> None:
         """Ends all pins, if the coordinator is reachable."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
+                while self._changes:
+                    await asyncio.wait(self._changes)
                 for pin_id in list(self._pins):
                     await self.remove(pin_id)
-        left = [pin.end for pin in self._pins.values()]
-        for end in left:
-            end.cancel()
+        left = [*self._changes, *(pin.end for pin in self._pins.values())]
+        for task in left:
+            task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         self._pins.clear()
+
+    async def _change(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Does this to its end, also if its caller leaves: the coordinator counts the pins of a chunk, so
+        none may be forgotten or ended twice."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its caller may have left
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise EngineUnavailable("the engine was removed")
+        return task.result()
+
+    async def _remove(self, pin_id: str, pin: _Pin) -> None:
+        async with pin.lock:
+            if pin_id in self._pins:  # else it ended meanwhile
+                await pin.unpin()
+                del self._pins[pin_id]
+                pin.end.cancel()
 
     async def _end(self, pin_id: str, ttl_s: float) -> None:
         """Ends a pin when its time is up, and retries until it succeeds."""

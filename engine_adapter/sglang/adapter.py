@@ -343,7 +343,7 @@ class SglangAdapter(EngineAdapter):
     async def stats(self) -> dict[str, Any]:
         if self._info is None:
             await self.connect()
-        info, load = cast("ServerInfo", self._info), await self._loads.read()
+        info, load = cast("ServerInfo", self._info), await self._loads.read(judges=False)
         return {
             "page_size": info.page_size,
             "capacity_tokens": info.capacity_tokens,

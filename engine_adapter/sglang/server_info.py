@@ -263,17 +263,19 @@ class Loads:
         self._is_old, self._prefilled = False, 0
         self.cache_hit_rate: float | None = None
 
-    async def read(self) -> EngineLoad:
-        """Raises EngineUnavailable if the rank is missing or its process was replaced."""
+    async def read(self, *, judges: bool = True) -> EngineLoad:
+        """Raises EngineUnavailable if the rank is missing or, if it `judges`, its process was replaced. Only
+        health checks judge: another reading may be older than the last one, or notice a restart in vain."""
+        before = self._prefilled
         ranks = [rank for rank in await self._ranks() if self._dp_rank in (None, rank.dp_rank)]
         if not ranks:
             has_no_rank = f"it has no dp_rank {self._dp_rank}"
             raise EngineUnavailable("it does not report its load" if self._dp_rank is None else has_no_rank)
         prefilled = sum(rank.total_prefill_uncached_tokens for rank in ranks)
-        if prefilled < self._prefilled:
-            self._prefilled = 0
-            raise EngineUnavailable("the engine was restarted")
-        self._prefilled = prefilled
+        if judges:
+            if prefilled < before:
+                raise EngineUnavailable("the engine was restarted")
+            self._prefilled = prefilled
         self.cache_hit_rate = None if self._is_old else sum(r.cache_hit_rate for r in ranks) / len(ranks)
         return EngineLoad(
             running=sum(rank.num_running_reqs for rank in ranks),

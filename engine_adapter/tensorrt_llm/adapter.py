@@ -294,10 +294,11 @@ class TensorRTLLMAdapter(EngineAdapter):
     @override
     def _reading(self) -> Callable[[KvEvent], Iterable[KvEvent]]:
         """A view of pushed events is complete only if the server reuses whole blocks alone."""
-        exact = self._server is not None and self._server.whole_blocks_only
-        return lambda event: (
-            ViewCurrent(event.complete and exact) if isinstance(event, ViewCurrent) else event,
-        )
+        if self._server is not None and self._server.whole_blocks_only:
+            return super()._reading()
+        never = ViewCurrent(complete=False)
+        instead = {ViewCurrent: (never,), CacheCleared: (CacheCleared(), never)}
+        return lambda event: instead.get(type(event), (event,))
 
     @property
     @override

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ from engine_adapter.types import (
 )
 from engine_adapter.vllm import prompts, requests
 from engine_adapter.vllm.copies import Copies
-from engine_adapter.vllm.discovery import VllmFacts, discover, event_endpoints, is_several, look
+from engine_adapter.vllm.discovery import VllmFacts, VllmMetrics, discover, event_endpoints, is_several, look
 from engine_adapter.vllm.kv_transfer import findings_of_transfer, role_of, transfer_of
 from engine_adapter.vllm.options import ROUTES, VllmSpec
 from engine_adapter.vllm.prompts import VLLM_INPUT
@@ -164,7 +165,10 @@ _INSTEAD = {
 }  # fmt: skip
 # Seconds within which the events tell of a reset. A request of one token makes the server publish them.
 _EVENT_S = 2.0
-_NUDGE = {"prompt": [1], "max_tokens": 1, "temperature": 0}
+_NUDGES: Mapping[str, Mapping[str, object]] = {
+    "/v1/completions": {"prompt": [1], "max_tokens": 1, "temperature": 0},
+    "/v1/embeddings": {"input": [1]},  # of a model that has no route for completions
+}
 
 
 class VllmAdapter(EngineAdapter):
@@ -188,12 +192,14 @@ class VllmAdapter(EngineAdapter):
 
     @override
     async def connect(self) -> EngineInfo:
+        before = self._queries
         facts = await discover(self._control, self.spec, self._facts)
         metrics = facts.metrics
-        if self._facts is None or self._is_another(metrics.identity, metrics.queries):
+        if self._facts is None or self._is_another(metrics, before):
             self._instance = metrics.identity or uuid.uuid4().hex
             self._watch.capacity = metrics.blocks
-        self._facts, self._queries = facts, metrics.queries
+            self._queries = 0
+        self._facts, self._queries = facts, max(self._queries, metrics.queries)
         self._endpoints = event_endpoints(facts, self.spec)
         self.transfer = transfer_of(self.spec, facts.kv_transfer)
         has = {
@@ -237,10 +243,11 @@ class VllmAdapter(EngineAdapter):
 
     @override
     async def load(self) -> EngineLoad:
+        before = self._queries
         metrics = await look(self._control, self._rank)
-        if self._facts is not None and self._is_another(metrics.identity, metrics.queries):
+        if self._facts is not None and self._is_another(metrics, before):
             raise EngineUnavailable("the engine was restarted")
-        self._queries = metrics.queries
+        self._queries = max(self._queries, metrics.queries)
         known, outdated = self._facts, False
         if known is not None and (known.loads_loras or known.metrics.identity is None):
             # Its models or LoRA adapters may have changed. A server that cannot load any is not asked.
@@ -320,8 +327,12 @@ class VllmAdapter(EngineAdapter):
         if not isinstance(answer, dict) or answer.get("success") is not True:
             return False
         for rank in (None,) if self._rank is None else facts.metrics.ranks or (self._rank,):
-            nudge = {**_NUDGE, "model": facts.model.name}
-            await self._control.call("POST", "/v1/completions", json=nudge, headers=rank_headers(rank))
+            headers = rank_headers(rank)
+            for path, nudge in _NUDGES.items():
+                with suppress(EngineRejected):
+                    named = {**nudge, "model": facts.model.name}
+                    await self._control.call("POST", path, json=named, headers=headers)
+                    break
         if self._watch.is_followed and not await self._watch.wait_for_clearing(cleared, _EVENT_S):
             raise EngineUnavailable("its cache was reset, but no event said so")
         return True
@@ -332,10 +343,12 @@ class VllmAdapter(EngineAdapter):
         await self.require(capability)
         return cast("VllmFacts", self._facts)
 
-    def _is_another(self, identity: str | None, queries: int) -> bool:
+    def _is_another(self, metrics: VllmMetrics, before: int) -> bool:
         """True if the server's process was replaced since `connect`. Where `/metrics` has no identity, a
-        counter that fell shows it."""
-        return queries < self._queries if identity is None else identity != self._instance
+        counter that fell shows it: below `before`, its value when `metrics` were asked for. `connect` and
+        `load` may run side by side, and the later value may be read first."""
+        identity = metrics.identity
+        return metrics.queries < before if identity is None else identity != self._instance
 
 
 def _served_name(facts: VllmFacts, body: JsonBody) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine_adapter.errors import EngineRejected, EngineUnavailable
+from engine_adapter.errors import EngineRejected, EngineUnavailable, EngineUnhealthy
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.adapter import ServedModel, rank_headers, read_models, wrong_kind
 from engine_adapter.http.control import ControlClient, Samples, read_samples
@@ -134,6 +134,7 @@ def _number(labels: Mapping[str, str], name: str) -> int | None:
 _T = TypeVar("_T")
 # Seconds that one trial may take: a busy engine may queue it.
 _PATIENCE_S = 3.0
+_TOO_BUSY = "it is too busy to show whether it respects cache salts"
 _TOKEN = 1
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 # One request for each route that takes a salt. A server that respects salts refuses an empty one.
@@ -164,14 +165,15 @@ async def try_out(
     """Tries what is not known yet, within 3 s.
 
     `metrics` say how its cache is cut, and `headers` send a request to the engine meant. `known` was found of
-    the same process before. Raises EngineUnavailable if no salt trial was answered: an engine must not join
-    before this is known, because the requests of tenants would go to it unsalted."""
+    the same process before. Raises EngineUnhealthy if no salt trial was answered, or one with "too many
+    requests": an engine must not join before this is known, because the requests of tenants would go to it
+    unsalted."""
     takes_salt, reports_cached = await asyncio.gather(
         _known(known.takes_salt, lambda: _takes_salt(control, model)),
         _known(known.reports_cached, lambda: _answered(_reports_cached(control, model, metrics, headers))),
     )
     if takes_salt is None:
-        raise EngineUnavailable("it is too busy to show whether it respects cache salts")
+        raise EngineUnhealthy(_TOO_BUSY)
     return Trials(takes_salt, reports_cached)
 
 
@@ -200,6 +202,8 @@ async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
     try:
         await control.call("POST", path, json=body)
     except EngineRejected as error:
+        if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise EngineUnhealthy(_TOO_BUSY) from error
         return error.status == HTTPStatus.NOT_FOUND or "cache_salt" in f"{error.param} {error}"
     return False
 

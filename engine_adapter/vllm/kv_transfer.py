@@ -136,7 +136,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 def _params_of(body: JsonBody) -> RawFields:
     """The parameters that kvpin has set itself: the prompt's token ids."""
-    return decode_object(body.raw_of(_PARAMS)) if _PARAMS in body else {}
+    return decode_object(body.raw_of(_PARAMS)) if body.gives(_PARAMS) else {}
 
 
 # --- how a vLLM was started to pass KV on, as it says itself in dev mode, and what follows --------------

@@ -76,7 +76,7 @@ class TieredVllmAdapter(VllmAdapter):
         self._mover: KvMover | None = None  # if the node can be used
         self._flaws: tuple[Finding, ...] = ()  # what keeps kvpin from using the node
         self._doubted = False
-        self._loras: frozenset[str] = frozenset()
+        self._loras: dict[str, str] = {}  # the identity of each; LMCache knows neither name nor path
         self._salts = False
 
     # --- what it is -----------------------------------------------------------------------------------
@@ -92,7 +92,8 @@ class TieredVllmAdapter(VllmAdapter):
         if site is not None:
             blocks = site.tokens_per_chunk // (info.tokens_per_block or site.tokens_per_chunk)
             self._mover = KvMover(self._node, site, max(blocks, 1))
-        self._loras = info.loras
+        paths = info.lora_paths
+        self._loras = {name: f"{name}\0{paths[name]}" if name in paths else name for name in info.loras}
         self._salts = Capability.CACHE_SALT in info.capabilities
         self.capabilities = info.capabilities | moves
         return replace(
@@ -169,9 +170,8 @@ class TieredVllmAdapter(VllmAdapter):
         """A salt keeps KV apart that LMCache would mix, also without reuse."""
         if isinstance(body, JsonBody) and self._salts and route_of(path) in _GENERATES:
             salt, model = body.get("cache_salt"), body.get("model")
-            lora = model if model in self._loras else None
             if salt is None or isinstance(salt, str):
-                sent = salt_for(salt, lora, embeddings_of(body))
+                sent = salt_for(salt, self._loras.get(model), embeddings_of(body))
                 body = body if sent == salt else body.replace(cache_salt=sent)
         return super().prepare(method, path, headers, body)
 
@@ -184,7 +184,7 @@ class TieredVllmAdapter(VllmAdapter):
         text = text_of(prompt, per_chunk)
         try:
             async with asyncio.timeout(_LOOKUP_S + n_tokens / _LOOKUP_TOK_S):
-                chunks = await mover.look(text, _salt(prompt)) if text else []
+                chunks = await mover.look(text, self._salt(prompt)) if text else []
         except (EngineError, TimeoutError):
             self._doubted = True
             return None
@@ -197,7 +197,7 @@ class TieredVllmAdapter(VllmAdapter):
         """LMCache's events of lower tiers, which come through vLLM, have neither salt nor LoRA adapter. They
         could be anybody's, so they are left out."""
         read = super()._reading()
-        return lambda sent: filter(None, map(_of_gpu, read(sent)))
+        return lambda sent: filter(None, map(self._of_gpu, read(sent)))
 
     @override
     async def operate(self, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
@@ -219,10 +219,9 @@ class TieredVllmAdapter(VllmAdapter):
                     yield now
             before = now
 
-    @staticmethod
-    def _move(mover: KvMover, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
+    def _move(self, mover: KvMover, verb: KvVerb, target: KvTarget) -> AsyncGenerator[KvProgress, None]:
         if target.token_ids is not None:
-            text, salt = text_of(target, mover.site.tokens_per_chunk), _salt(target)
+            text, salt = text_of(target, mover.site.tokens_per_chunk), self._salt(target)
             return mover.restore(text, salt) if verb is KvVerb.RESTORE else mover.offload(text, salt)
         if verb is KvVerb.RESTORE:
             what = "LMCache restores one prompt at a time: name its messages, prompt or token_ids"
@@ -232,7 +231,7 @@ class TieredVllmAdapter(VllmAdapter):
     @override
     async def pin(self, target: KvTarget, ttl_s: float) -> Pinned:
         """Protects a prompt's chunks on L2 from eviction."""
-        mover, salt = await self._usable(Capability.PIN), _salt(target)
+        mover, salt = await self._usable(Capability.PIN), self._salt(target)
         site = mover.site
         text = text_of(target, site.tokens_per_chunk)
         chunks = await mover.written(text, salt) if text else []
@@ -270,18 +269,19 @@ class TieredVllmAdapter(VllmAdapter):
             self._coordinators[url] = Coordinator(self.spec, url)
         return self._coordinators[url]
 
+    def _identity(self, lora: str | None) -> str | None:
+        return None if lora is None else self._loras.get(lora, lora)
 
-def _salt(target: KvTarget) -> str | None:
-    """The salt sent with the target's requests."""
-    return salt_for(target.cache_salt, target.lora)
+    def _salt(self, target: KvTarget) -> str | None:
+        """The salt sent with the target's requests."""
+        return salt_for(target.cache_salt, self._identity(target.lora))
 
-
-def _of_gpu(event: KvEvent) -> KvEvent | None:
-    """An event of vLLM's GPU with the client's own salt; None for one of a lower tier."""
-    match event:
-        case BlocksStored(tier=Tier.GPU, salt=salt, lora=lora):
-            return structs.replace(event, salt=without_lora(salt, lora))
-        case BlocksStored() | BlocksRemoved() if event.tier is not Tier.GPU:
-            return None
-        case _:
-            return event
+    def _of_gpu(self, event: KvEvent) -> KvEvent | None:
+        """An event of vLLM's GPU with the client's own salt; None for one of a lower tier."""
+        match event:
+            case BlocksStored(tier=Tier.GPU, salt=salt, lora=lora):
+                return structs.replace(event, salt=without_lora(salt, self._identity(lora)))
+            case BlocksStored() | BlocksRemoved() if event.tier is not Tier.GPU:
+                return None
+            case _:
+                return event

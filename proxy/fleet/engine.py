@@ -250,11 +250,12 @@ class Engine:
         self.connections += 1
         self.sure.set()
 
-    def doubt(self) -> None:
-        """It closed a connection: another process may answer from now on. The monitor checks at once. Of an
-        engine that keeps closing connections, this says nothing."""
+    def doubt(self, *, was_asked: bool = False) -> None:
+        """It closed a connection, or seems to be another one when asked (`was_asked`): another process may
+        answer from now on. The monitor checks at once. Of an engine that keeps closing connections, a closed
+        one says nothing."""
         is_used = self.state in (EngineState.READY, EngineState.SUSPECT, EngineState.DRAINING)
-        if is_used and time.monotonic() >= self._trusted_until:
+        if is_used and (was_asked or time.monotonic() >= self._trusted_until):
             self.doubts += 1
             self.sure.clear()
             self.check_now.set()

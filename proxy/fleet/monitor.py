@@ -103,8 +103,11 @@ class Monitor:
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._recheck(engine)
-        except (EngineError, TimeoutError):
-            engine.doubt()  # the check compares it with what was known before
+        except (EngineError, TimeoutError) as error:
+            # The check compares it with what was known before. Its adapter may have taken a new process for
+            # granted, so the load alone does not show that.
+            is_other = isinstance(error, EngineUnavailable) and not isinstance(error, EngineUnhealthy)
+            engine.doubt(was_asked=is_other)
 
     def watch(self, engine: Engine) -> None:
         """Starts watching an engine of the fleet."""

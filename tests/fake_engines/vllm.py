@@ -43,6 +43,7 @@ class VllmOptions:
         tells_zero: usage reports reused tokens also if there are none.
         identity: `/metrics` says when its counters were created.
         event_ports: ports of events and replay of the first rank, 0 for any free one.
+        embeds: its model makes embeddings, of one prompt of token ids, and has no routes that generate.
         nixl: it has a NixlConnector.
         kv_lease_duration: how long that keeps KV for others, in seconds.
         kv_transfer_config: what `/server_info` says, older servers as a text; None without that route, which
@@ -71,6 +72,7 @@ class VllmOptions:
     tells_zero: bool = True
     identity: bool = True
     event_ports: tuple[int, int] = (0, 0)
+    embeds: bool = False
     nixl: bool = False
     kv_lease_duration: float = 30.0
     kv_transfer_config: Mapping[str, object] | str | None = None
@@ -227,6 +229,8 @@ class FakeVllm:
             "/v1/responses": self._response_prompt,
             "/v1/messages": self._chat_prompt,
         }
+        if options.embeds:
+            prompts = {"/v1/embeddings": lambda body: self._prompt(body, body["input"])}
         yield Route("/health", lambda _: Response())
         yield Route("/version", lambda _: JSONResponse({"version": options.version}))
         yield Route("/v1/models", self._guarded(self._models))

@@ -417,6 +417,69 @@ async def test_closing_ends_all_and_does_not_wait_for_a_coordinator_that_is_gone
     assert len(held) == 0
 
 
+class TestCallersThatLeave:
+    """The coordinator has done what was asked, and its answer is on its way."""
+
+    @pytest.fixture
+    def answer_of(self, coordinator, monkeypatch):
+        """Holds up answers: has one begun, and may they come."""
+
+        def answer_of(method):
+            done, go, ask = asyncio.Event(), asyncio.Event(), getattr(coordinator, method)
+
+            async def held_up(*args):
+                result = await ask(*args)
+                done.set()
+                await go.wait()
+                return result
+
+            monkeypatch.setattr(coordinator, method, held_up)
+            return done, go
+
+        return answer_of
+
+    async def test_their_pin_ends_when_its_time_is_up(self, lmcache, coordinator, scope, answer_of):
+        held, (done, go) = TimedPins(), answer_of("pin")
+        adding = asyncio.create_task(held.add(coordinator, scope, PROMPT, "s", 0.05))
+        await done.wait()
+        adding.cancel()
+        await asyncio.wait({adding})
+        go.set()
+        assert len(lmcache.pins) == 6
+        await until(lambda: not lmcache.pins)
+
+    async def test_they_end_their_pin_once(self, lmcache, coordinator, scope, answer_of):
+        held, (done, go) = TimedPins(), answer_of("unpin")
+        pin_id, _ = [await held.add(coordinator, scope, PROMPT, "s", 60) for _ in range(2)]
+        removing = asyncio.create_task(held.remove(pin_id))
+        await done.wait()
+        removing.cancel()
+        await asyncio.wait({removing})
+        go.set()
+        await held.remove(pin_id)
+        assert (len(held), set(lmcache.pins.values())) == (1, {1})
+
+    async def test_closing_ends_what_was_on_its_way(self, lmcache, coordinator, scope, answer_of):
+        held, (done, go) = TimedPins(), answer_of("pin")
+        adding = asyncio.create_task(held.add(coordinator, scope, PROMPT, "s", 60))
+        await done.wait()
+        closing = asyncio.create_task(held.aclose())
+        await asyncio.sleep(0.01)
+        go.set()
+        await closing
+        assert adding.done()
+        assert lmcache.pins == {}
+
+    async def test_closing_does_not_wait_for_long(self, coordinator, scope, answer_of, monkeypatch):
+        monkeypatch.setattr(verbs, "_FAREWELL_S", 0.01)
+        held, (done, _) = TimedPins(), answer_of("pin")
+        adding = asyncio.create_task(held.add(coordinator, scope, PROMPT, "s", 60))
+        await done.wait()
+        await held.aclose()
+        with pytest.raises(EngineUnavailable, match="removed"):
+            await adding
+
+
 TENANT = "kvpin-" + "0" * 32 + "-" + "1" * 32  # kvpin's own are as long as this
 
 

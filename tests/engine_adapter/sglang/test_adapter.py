@@ -73,6 +73,39 @@ class TestConnect:
 
 
 class TestLoad:
+    async def test_the_figures_for_people_leave_a_restart_to_the_health_check(self, start, adapter_of):
+        running = start()
+        adapter = adapter_of(running)
+        await adapter.connect()
+        await complete(adapter, {"prompt": list(range(100)), "max_tokens": 1})
+        await adapter.load()
+        running.fake.restart()
+        assert (await adapter.stats())["cache_hit_rate"] == 0.0
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await adapter.load()
+
+    async def test_figures_that_are_older_than_those_for_people_are_no_restart(
+        self, start, adapter_of, monkeypatch
+    ):
+        adapter = adapter_of(start())
+        await adapter.connect()
+        read, go, ranks = asyncio.Event(), asyncio.Event(), adapter._loads._ranks
+
+        async def held_up():
+            found = await ranks()
+            read.set()
+            await go.wait()
+            return found
+
+        with monkeypatch.context() as slowly:
+            slowly.setattr(adapter._loads, "_ranks", held_up)
+            load = asyncio.create_task(adapter.load())
+            await read.wait()
+        await complete(adapter, {"prompt": list(range(100)), "max_tokens": 1})
+        await adapter.stats()
+        go.set()
+        await load
+
     async def test_adapters_come_and_go(self, start, adapter_of):
         running = start(loras=("calm",))
         adapter = adapter_of(running)

@@ -270,6 +270,16 @@ async def test_partial_reuse_makes_no_view_complete(pushed_by):
             assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=False)]
 
 
+async def test_partial_reuse_makes_no_view_complete_after_a_flush_either(pushed_by):
+    with running_trtllm(pushes=True, replays=True, enable_partial_reuse=True) as server:
+        adapter = pushed_by(server)
+        async with following(adapter) as event:
+            assert [await event(), await event()] == [ViewLost("connected"), ViewCurrent(complete=False)]
+            async with aclosing(adapter.operate(KvVerb.FLUSH, KvTarget())) as steps:
+                assert [progress async for progress in steps]
+            assert [await event(), await event()] == [CacheCleared(), ViewCurrent(complete=False)]
+
+
 async def test_a_flush_empties_the_view_before_the_next_message(pushed_by):
     with running_trtllm(pushes=True, replays=True, tells_block_size=False) as server:
         adapter = pushed_by(server)

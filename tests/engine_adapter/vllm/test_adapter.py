@@ -22,6 +22,7 @@ from engine_adapter import (
 )
 from engine_adapter.http.control import ControlClient
 from engine_adapter.types import RESPONSES_ROUTES, EngineSpec
+from engine_adapter.vllm.discovery import look
 from tests.engine_adapter.builders import body
 from tests.engine_adapter.vllm.test_requests import ROWS, encoded
 from tests.fake_engines.text import chat_tokens, encode
@@ -66,6 +67,39 @@ async def test_a_restarted_server_is_another(adapter_of, identity):
             await adapter.load()
         assert (await adapter.connect()).instance != first.instance
         await adapter.load()
+
+
+@pytest.mark.parametrize(
+    ("held", "slow", "fast"), [("discovery", "connect", "load"), ("adapter", "load", "connect")]
+)
+async def test_figures_that_are_older_than_the_last_noted_are_no_restart(
+    adapter_of, monkeypatch, held, slow, fast
+):
+    """`/metrics` has no identity, and is read for two questions at once."""
+    read, go = asyncio.Event(), asyncio.Event()
+
+    async def held_look(*args):
+        metrics = await look(*args)
+        read.set()
+        await go.wait()
+        return metrics
+
+    with running_vllm(identity=False) as server:
+        adapter = adapter_of(server)
+        first = await adapter.connect()
+        with monkeypatch.context() as slowly:
+            slowly.setattr(f"engine_adapter.vllm.{held}.look", held_look)
+            asked = asyncio.create_task(getattr(adapter, slow)())
+            await read.wait()
+        await complete(server, range(100))
+        await getattr(adapter, fast)()
+        go.set()
+        await asked
+        await adapter.load()
+        assert (await adapter.connect()).instance == first.instance
+        server.fake.restart()
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await adapter.load()
 
 
 async def test_the_load_of_a_server(adapter_of, transport):
@@ -123,6 +157,21 @@ async def test_each_rank_is_an_engine_of_its_own(adapter_of):
             (progress,) = await operated(adapters[0], KvVerb.FLUSH)
             assert progress.left == {}
             assert await cleared
+
+
+async def test_a_model_of_embeddings_is_flushed(adapter_of):
+    """Also where nobody follows its events."""
+    with running_vllm(embeds=True) as server:
+        adapter = adapter_of(server)
+        await adapter.connect()
+        (alone,) = await operated(adapter, KvVerb.FLUSH)
+        async with aclosing(adapter.events()) as events:
+            await until(events, ViewCurrent)
+            reading = asyncio.create_task(until(events, BlocksStored))  # takes what comes
+            (followed,) = await operated(adapter, KvVerb.FLUSH)
+            reading.cancel()
+            await asyncio.wait({reading})
+        assert (alone.left, followed.left) == ({}, {})
 
 
 async def test_a_flush_that_no_event_tells_of_is_an_error(adapter_of, monkeypatch):

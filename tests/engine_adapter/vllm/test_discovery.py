@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from engine_adapter.errors import EngineUnavailable
+from engine_adapter.errors import EngineUnavailable, EngineUnhealthy
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.adapter import ServedModel
 from engine_adapter.http.control import ControlClient
@@ -143,6 +143,14 @@ async def test_a_busy_server_that_queues_a_salted_request_does_not_heed_the_salt
         server.core.hold()
         assert (await tried(server)).takes_salt is False
         server.core.release()
+
+
+async def test_a_gateway_that_lets_no_more_requests_through_says_nothing_of_salts():
+    refusal = Route("/v1/messages", lambda _: JSONResponse({"error": "slow down"}, 429), methods=["POST"])
+    with served(Starlette(routes=[refusal])) as url:
+        async with connected(url) as (control, _):
+            with pytest.raises(EngineUnhealthy, match="too busy to show whether it respects cache salts"):
+                await try_out(control, "tiny", VllmMetrics(), {}, Trials())
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,14 @@ class TestFirstLeg:
         assert (params["prompt_token_ids"], params["do_remote_decode"]) == ([5, 6], True)
 
 
+def test_a_client_may_say_that_it_has_no_parameters():
+    asked = body_of(kv_transfer_params=None)
+    assert PULL.takes(COMPLETIONS, asked)
+    assert json.loads(PULL.first_leg(asked).raw)["kv_transfer_params"]["do_remote_decode"] is True
+    handover = PULL.handover(answer_of(KEPT), asked)
+    assert json.loads(PULL.second_leg(asked, handover).raw)["kv_transfer_params"] == KEPT
+
+
 class TestHandover:
     def test_passes_on_what_the_engine_says_as_it_is(self):
         kept = KEPT | {"a_new_field": {"x": [1.0, None]}}

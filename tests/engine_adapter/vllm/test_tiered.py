@@ -5,6 +5,7 @@ import dataclasses
 import json
 from array import array
 from contextlib import aclosing
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -33,6 +34,7 @@ from tests.fake_engines.lmcache import running_lmcache, running_tiered_vllm
 PROMPT = array("i", range(300, 600))  # four chunks of 64, and a rest
 TARGET = KvTarget(PROMPT)
 COMPLETIONS = "/v1/completions"
+ADA = "ada\0/ada"  # the adapter and its path
 NOTHING = BelowGpu(0, 0, 0)
 MOVES = {Capability.OFFLOAD, Capability.RESTORE, Capability.PIN}
 
@@ -200,7 +202,7 @@ class TestLookup:
         lmcache.store(PROMPT)
         assert await adapter.lookup(replace(TARGET, cache_salt="s")) == NOTHING
         assert await adapter.lookup(replace(TARGET, lora="ada")) == NOTHING
-        lmcache.store(PROMPT, salt_for("s", "ada"), "ada")
+        lmcache.store(PROMPT, salt_for("s", ADA), "ada")
         assert (await adapter.lookup(replace(TARGET, cache_salt="s", lora="ada"))).cached == 256
 
     async def test_no_more_than_the_text_before_an_image(self, lmcache, adapter):
@@ -249,7 +251,20 @@ class TestRequests:
         assert [await ask(adapter, **each) for each in asked] == [256] * 4
         assert lmcache.mixed == 0
         sent = [body.get("cache_salt") for _, body in vllm[1].seen[-4:]]
-        assert sent == [None, salt_for(None, "ada"), "s", salt_for("s", "ada")]
+        assert sent == [None, salt_for(None, ADA), "s", salt_for("s", ADA)]
+
+    async def test_an_adapter_from_another_path_is_another(self, lmcache, vllm, adapter, monkeypatch):
+        await adapter.connect()
+        assert [await ask(adapter, model="ada") for _ in range(2)] == [0, 288]
+        models = await adapter._control.get("/v1/models")
+        models["data"][-1]["root"] = "/v2"
+        monkeypatch.setattr(adapter._control, "get", AsyncMock(return_value=models))
+        vllm[1].restart()  # its GPU holds nothing: what it reuses comes from LMCache
+        await adapter.connect()
+        target = replace(TARGET, lora="ada")
+        assert await adapter.lookup(target) == NOTHING
+        assert await ask(adapter, model="ada") == 0
+        assert (await adapter.lookup(target)).cached == 256
 
     @pytest.mark.parametrize(
         "path",
@@ -264,7 +279,7 @@ class TestRequests:
     async def test_so_they_are_however_the_route_is_written(self, adapter, path):
         await adapter.connect()
         sent = adapter.prepare("POST", path, {}, body(model="ada", prompt="x"))
-        assert json.loads(sent.body)["cache_salt"] == salt_for(None, "ada")
+        assert json.loads(sent.body)["cache_salt"] == salt_for(None, ADA)
 
     async def test_embeddings_are_kept_apart(self, adapter):
         assert not (await adapter.connect()).renders_embeds
@@ -306,12 +321,12 @@ class TestEvents:
                         break
         assert stored == [(None, "ada"), ("s", "ada"), ("s", None)]
 
-    def test_what_is_told_of_tiers_below_could_be_anybodys(self):
+    async def test_what_is_told_of_tiers_below_could_be_anybodys(self, adapter):
         stored = BlocksStored(Tier.HOST, None, (b"1",), PROMPT[:64], 64)
-        assert tiered._of_gpu(stored) is None
-        assert tiered._of_gpu(BlocksRemoved(Tier.HOST, (b"1",))) is None
+        assert adapter._of_gpu(stored) is None
+        assert adapter._of_gpu(BlocksRemoved(Tier.HOST, (b"1",))) is None
         for event in (replace(stored, tier=Tier.GPU), BlocksRemoved(Tier.GPU, (1,)), CacheCleared()):
-            assert tiered._of_gpu(event) == event
+            assert adapter._of_gpu(event) == event
 
 
 class TestOperations:
@@ -329,10 +344,10 @@ class TestOperations:
     async def test_of_an_adapter(self, lmcache, adapter):
         await adapter.connect()
         lmcache.store(PROMPT)
-        lmcache.store(PROMPT, salt_for(None, "ada"), "ada")
+        lmcache.store(PROMPT, salt_for(None, ADA), "ada")
         await result(adapter.operate(KvVerb.OFFLOAD, replace(TARGET, lora="ada")))
         assert lmcache.tiers(PROMPT) == ["l1+l2"] * 4
-        assert lmcache.tiers(PROMPT, salt_for(None, "ada")) == ["l2"] * 4
+        assert lmcache.tiers(PROMPT, salt_for(None, ADA)) == ["l2"] * 4
         assert (await result(adapter.operate(KvVerb.OFFLOAD, KvTarget()))).done == 8
 
     async def test_what_is_restored_is_a_prompt(self, adapter):

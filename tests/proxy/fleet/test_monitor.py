@@ -21,7 +21,7 @@ from engine_adapter import (
 from engine_adapter.vllm.kv_transfer import NixlPull
 from proxy.core.audit import Trust
 from proxy.fleet import monitor as monitor_module
-from proxy.fleet.engine import EngineState
+from proxy.fleet.engine import FALSE_DOUBTS, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import FAILURES, Monitor
@@ -475,6 +475,15 @@ class TestLooks:
         go.set()
         assert await second
         assert world.fleet.pools["m"].lora_of("ada") == "ada"  # else it is a 404
+
+    async def test_one_that_finds_another_process_has_it_joined_anew(self, world):
+        """Also where closed connections say nothing, as the engine keeps closing them."""
+        engine, adapter = await world.ready(loads_loras=True)
+        for _ in range(FALSE_DOUBTS):
+            engine.is_same(engine.doubts)
+        adapter.info = replace(adapter.info, instance="i2")
+        assert await world.fleet.look_up()
+        await until(lambda: engine.info.instance == "i2")
 
     async def test_an_engine_that_hangs_holds_up_a_look_no_longer_than_its_limit(self, world, virtual_time):
         """Those that ask in the middle of a look wait not for its end, the pause, and their own as well."""
