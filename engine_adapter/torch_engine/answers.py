@@ -30,6 +30,7 @@ from engine_adapter.types import TokenIds
 _UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole character
 # A character has at most four bytes, and so at most four tokens.
 _MOST_TOKENS = 4
+_OF_PROMPT = 6  # ids of the prompt's end on which the text of the first token depends
 
 
 class Detokenizer:
@@ -47,23 +48,30 @@ class Detokenizer:
     )  # fmt: skip
 
     def __init__(
-        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), *, skipped: frozenset[int] = frozenset()
+        self,
+        tokenizer: ChatTokenizer,
+        stops: Sequence[str] = (),
+        *,
+        skipped: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
     ) -> None:
-        """`skipped`: the ids of special tokens, if these have no text."""
+        """`skipped`: the ids of special tokens, if these have no text. `after`: the prompt."""
         self._tokenizer = tokenizer
         self._size = tokenizer.vocab_size
         self._skipped = skipped
         self._stops = tuple(stops)
-        self._ids: list[int] = []
+        self._ids = [token_id for token_id in after[-_OF_PROMPT:] if self._has_text(token_id)]
         self._window = 0  # first id of the window
-        self._read = 0  # the text of the ids before it has been returned
-        self._shown = ""  # text of window..read
+        self._shown = self._decode(0) if self._ids else ""  # text of window..read
+        if self._shown.endswith(_UNFINISHED):
+            self._ids, self._shown = [], ""
+        self._read = len(self._ids)  # the text of the ids before it has been returned
         self._held = ""  # text that may yet be the start of a stop string
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """The text that is certain once this token is known: often "", never part of a stop string."""
-        if token_id >= self._size or token_id in self._skipped:
+        if not self._has_text(token_id):
             return ""  # without text, many of them would make the window long
         self._ids.append(token_id)
         text = self._decode(self._window)
@@ -84,6 +92,9 @@ class Detokenizer:
         held = self._release(text[len(self._shown) :]) + self._held
         self._held, self._shown = "", text
         return held
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id < self._size and token_id not in self._skipped
 
     def _decode(self, start: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=bool(self._skipped))

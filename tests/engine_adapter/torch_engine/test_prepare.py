@@ -11,11 +11,13 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.answers import TokenBytes
 from engine_adapter.torch_engine.completions import _shows_special
 from engine_adapter.torch_engine.grammar import ToolUse
 from engine_adapter.torch_engine.kv_tree import EXPECTED
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
 from engine_adapter.types import TOOL_S
+from tests.engine_adapter.torch_engine.test_answers import like_llama_2s
 
 PROMPT = "The ship came to the harbour, and "
 HELLO = [{"role": "user", "content": "hello"}]
@@ -107,6 +109,17 @@ class TestEcho:
         for text, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset:].startswith(text)
         assert all(len(best) in (2, 3) for best in logprobs["top_logprobs"][1:])
+
+    async def test_a_space_between_prompt_and_answer_is_kept(self, client, served_engine, monkeypatch):
+        tokenizer = like_llama_2s()
+        (ok,) = tokenizer.encode("ok", add_special_tokens=False)
+        for name, value in (("tokenizer", tokenizer), ("token_bytes", TokenBytes(tokenizer))):
+            monkeypatch.setattr(served_engine.service, name, value)
+        fields = {"prompt": "ok", "max_tokens": 2, "logit_bias": {ok: 100}}
+        (choice,) = (await ask(client, echo=True, **fields))["choices"]
+        assert choice["text"] == "ok ok ok"
+        (choice,) = (await ask(client, answer_token_ids=[ok], logprobs=0, **fields))["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (" ok", [3])
 
     async def test_the_prompts_logprobs_are_those_of_generation(self, client):
         made = await ask(client, logprobs=0, max_tokens=6, ignore_eos=True, return_token_ids=True)
