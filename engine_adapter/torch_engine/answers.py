@@ -44,7 +44,8 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_held", "_ids", "_read", "_shown", "_size", "_skipped", "_stops", "_tokenizer", "_window", "stopped",
+        "_held", "_ids", "_left_to_min", "_read", "_shown", "_size", "_skipped", "_stops", "_tokenizer",
+        "_window", "stopped",
     )  # fmt: skip
 
     def __init__(
@@ -54,12 +55,15 @@ class Detokenizer:
         *,
         skipped: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """`skipped`: the ids of special tokens, if these have no text. `after`: the prompt."""
+        """`skipped`: the ids of special tokens, if these have no text. `after`: the prompt. `min_tokens`: no
+        stop string ends within so many tokens."""
         self._tokenizer = tokenizer
         self._size = tokenizer.vocab_size
         self._skipped = skipped
         self._stops = tuple(stops)
+        self._left_to_min = min_tokens
         self._ids = [token_id for token_id in after[-_OF_PROMPT:] if self._has_text(token_id)]
         self._window = 0  # first id of the window
         self._shown = self._decode(0) if self._ids else ""  # text of window..read
@@ -71,6 +75,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that is certain once this token is known: often "", never part of a stop string."""
+        self._left_to_min -= 1
         if not self._has_text(token_id):
             return ""  # without text, many of them would make the window long
         self._ids.append(token_id)
@@ -120,7 +125,7 @@ class Detokenizer:
             return "" if self.stopped else new
         text = self._held + new
         found = [at for at in map(text.find, self._stops) if at >= 0]
-        if found:
+        if found and self._left_to_min < 0:
             self.stopped, self._held = True, ""
             return text[: min(found)]
         keep = max(held_back(text, stop) for stop in self._stops)

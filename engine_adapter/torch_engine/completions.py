@@ -220,7 +220,13 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     skipped = frozenset() if _shows_special(service, use) else service.special_ids
     readers = [
         ChoiceReader(
-            Detokenizer(service.tokenizer, request.stops, skipped=skipped, after=prompt.token_ids),
+            Detokenizer(
+                service.tokenizer,
+                request.stops,
+                skipped=skipped,
+                after=prompt.token_ids,
+                min_tokens=sampling.min_tokens,
+            ),
             end_tokens=sampling.ends(service.model.eos_token_ids),
             answered=answered,
             calls=None if use is None or use.reader is None else use.reader(),

@@ -113,6 +113,16 @@ def test_the_start_of_a_stop_string_is_held_back_and_given_when_it_was_none(toke
     assert detokenizer.push(question) == "a!?"
 
 
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "shown"),
+    [("a", 1, "ab"), ("a", 2, "ab"), ("a", 5, "ababa"), ("ba", 2, "a"), ("ba", 3, "aba"), ("ba", 4, "aba")],
+)
+def test_no_stop_string_ends_within_the_least_tokens(tokenizer, stop, min_tokens, shown):
+    detokenizer = Detokenizer(tokenizer, [stop], min_tokens=min_tokens)
+    ids = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ababa"]
+    assert "".join([*map(detokenizer.push, ids), detokenizer.finish()]) == shown
+
+
 def test_nothing_comes_after_a_stop(tokenizer):
     texts, detokenizer = pieces(tokenizer, tokenizer.encode("a b c", add_special_tokens=False), [" b"])
     assert "".join(texts) == "a"

@@ -90,6 +90,18 @@ async def test_stop_strings_end_the_text_before_them(client, served_engine):
     await one_more_cancelled(served_engine.service, before)
 
 
+async def test_no_stop_string_ends_an_answer_before_min_tokens(client):
+    text = (await complete(client, max_tokens=40)).json()["choices"][0]["text"]
+    fields = {"max_tokens": 40, "stop": text[0], "min_tokens": 6, "return_token_ids": True}
+    (choice,) = (await complete(client, **fields)).json()["choices"]
+    assert (choice["text"], len(choice["token_ids"])) != ("", 1)
+    assert text.startswith(choice["text"])
+    assert len(choice["token_ids"]) > 6
+    rest = (await complete(client, answer_token_ids=choice["token_ids"][:4], **fields)).json()["choices"][0]
+    assert rest["token_ids"] == choice["token_ids"][4:]
+    assert choice["text"].endswith(rest["text"])
+
+
 def sent(connection, served_engine, **fields):
     """Sends a request for many tokens."""
     content = json.dumps(body(max_tokens=3000, **fields)).encode()
