@@ -322,6 +322,7 @@ class AnswerWriter:
     tells_tokens: bool = False  # whether a comment before each event of a stream holds the ids of its tokens
     # The tokens before it, of an answer that began before: a stream has no opening then.
     answered: Sequence[int] = ()
+    silent: frozenset[int] = frozenset()  # ids that have no text in the answer
     _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
     _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
     _head: dict[str, Any] = field(init=False)
@@ -454,14 +455,17 @@ class CompletionWriter(AnswerWriter):
         if (offsets := self._offsets.get(index)) is None:
             offsets = self._offsets[index] = TextOffsets()
             for token_id in self.answered:
-                offsets.next(self.token_bytes.of(token_id))
+                offsets.next(self._text_of(token_id))
         contents = [self.token_bytes.of(token.token_id) for token in tokens]
         return {
             "tokens": [shown(content) for content in contents],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._best(token) for token in tokens],
-            "text_offset": [offsets.next(content) for content in contents],
+            "text_offset": [offsets.next(self._text_of(token.token_id)) for token in tokens],
         }
+
+    def _text_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self.silent else self.token_bytes.of(token_id)
 
     def _best(self, token: Token) -> dict[str, Any] | None:
         """The best tokens and the chosen one; None for the first token of a prompt."""

@@ -28,6 +28,7 @@ from engine_adapter.torch_engine.answers import (
     Echo,
     Piece,
     event_of,
+    shown,
 )
 from engine_adapter.torch_engine.grammar import Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import (
@@ -244,6 +245,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         include_usage=request.include_usage,
         tells_tokens=bool(request.stream_token_ids),
         answered=answered,
+        silent=skipped if echo is None else skipped - _spelled(service, echo),
     )
     extra_ids, most = prompt.extra_ids, sampling.max_tokens
     first = GenerationRequest(
@@ -343,6 +345,12 @@ def _echo(
     given = prompt_of(request.prompt)
     text = given if isinstance(given, str) else service.tokenizer.decode(prompt.token_ids)
     return Echo(text, prompt.token_ids if sampling.prompt_logprobs is not None else None)
+
+
+def _spelled(service: EngineService, echo: Echo) -> set[int]:
+    """The special tokens that the text of an echo spells out. The tokenizer adds others."""
+    special = service.special_ids.intersection(echo.unscored or ())
+    return {token_id for token_id in special if shown(service.token_bytes.of(token_id)) in echo.text}
 
 
 # --- serves `/v1/embeddings`: of each text the last hidden state after its last token, normalised -------

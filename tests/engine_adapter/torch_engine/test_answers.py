@@ -47,6 +47,15 @@ def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
     assert second["top_logprobs"] == [dict(zip(texts, [-0.5, -2.0, -9999.0], strict=True))]
 
 
+def test_offsets_count_no_tokens_without_text(tokenizer, token_bytes):
+    tokens = [Token(i, -1.0, ()) for i in (70, tokenizer.eos_token_id, 71)]
+    writer = CompletionWriter(
+        token_bytes=token_bytes, model="m", silent=frozenset([tokenizer.eos_token_id]), answered=[1, 2, 70]
+    )
+    size = len(tokenizer.decode([70]))
+    assert writer.logprobs(0, tokens)["text_offset"] == [12 + size, 12 + 2 * size, 12 + 2 * size]
+
+
 def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
     tokens = [Token(i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
     offsets = CompletionWriter(token_bytes=token_bytes, model="m").logprobs(0, tokens)["text_offset"]

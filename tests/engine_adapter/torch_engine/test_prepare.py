@@ -16,7 +16,7 @@ from engine_adapter.torch_engine.completions import _shows_special
 from engine_adapter.torch_engine.grammar import ToolUse
 from engine_adapter.torch_engine.kv_tree import EXPECTED
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
-from engine_adapter.types import TOOL_S
+from engine_adapter.types import TOOL_S, token_array
 from tests.engine_adapter.torch_engine.test_answers import like_llama_2s
 
 PROMPT = "The ship came to the harbour, and "
@@ -120,6 +120,21 @@ class TestEcho:
         assert choice["text"] == "ok ok ok"
         (choice,) = (await ask(client, answer_token_ids=[ok], logprobs=0, **fields))["choices"]
         assert (choice["text"], choice["logprobs"]["text_offset"]) == (" ok", [3])
+
+    @pytest.mark.parametrize(
+        ("prompt", "offsets"), [("a b", [0, 0, 1, 3]), ("<|im_end|>a b", [0, 0, 10, 11, 13])]
+    )
+    async def test_an_offset_counts_no_special_token_that_has_no_text(
+        self, client, served_engine, monkeypatch, prompt, offsets
+    ):
+        """The tokenizer puts one before the text."""
+        service = served_engine.service
+        first, encode = token_array([1]), service.encode
+        monkeypatch.setattr(service, "encode", lambda *given, **options: first + encode(*given, **options))
+        (choice,) = (await ask(client, prompt=prompt, echo=True, logprobs=0, max_tokens=1))["choices"]
+        assert choice["logprobs"]["text_offset"] == offsets
+        for text, offset in list(zip(choice["logprobs"]["tokens"], offsets, strict=True))[1:]:
+            assert choice["text"][offset:].startswith(text)
 
     async def test_the_prompts_logprobs_are_those_of_generation(self, client):
         made = await ask(client, logprobs=0, max_tokens=6, ignore_eos=True, return_token_ids=True)
