@@ -407,12 +407,16 @@ async def _requests(service: EngineService, asked: EmbeddingRequest) -> list[Gen
         service.check_fits(len(each), name)
         return each
 
-    prompts = await service.tokenizer.off_loop(
-        sum(map(len, inputs.values())), lambda: [checked(name, each) for name, each in inputs.items()]
-    )
-    total = sum(map(len, prompts))
-    if total > MAX_TOKENS:
-        raise ApiError(f"input has {total} tokens; at most {MAX_TOKENS} are taken", param="input")
+    def all_checked() -> list[TokenIds[int]]:
+        prompts, left = [], MAX_TOKENS
+        for name, each in inputs.items():
+            prompts.append(checked(name, each))
+            left -= len(prompts[-1])
+            if left < 0:  # what follows is not encoded
+                raise ApiError(f"input has more than {MAX_TOKENS} tokens", param="input")
+        return prompts
+
+    prompts = await service.tokenizer.off_loop(sum(map(len, inputs.values())), all_checked)
     request_id = secrets.token_hex(12)
     return [
         GenerationRequest(
