@@ -7,8 +7,10 @@ import base64
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,7 @@ from engine_adapter.torch_engine.tool_calls import format_of
 from engine_adapter.types import TOOL_S, TokenIds, extra_array
 
 _log = logging.getLogger("kvpin.engine")
+_LOGPROBS_PER_MS = 150
 
 
 def completion_of(
@@ -131,6 +134,10 @@ class CompletionAnswer:
             pieces += await self._next_pieces(generation)
         await self._send_head(send, generation.cached_tokens)
         pending = self.writer.opening()
+        if self.writer.with_logprobs:  # an echo's are many
+            write = partial(b"".join, starmap(self.writer.piece, pieces))
+            pending += await off_loop(write, ms=self._ms(piece for _, piece in pieces))
+            pieces = []
         while True:
             pending += b"".join(self.writer.piece(index, piece) for index, piece in pieces)
             if self._is_done:
@@ -150,9 +157,15 @@ class CompletionAnswer:
         while not self._is_done:
             for index, piece in await self._next_pieces(generation):
                 choices[index].add(piece)
-        body = self.writer.whole(choices, self._usage(generation))
+        write = partial(self.writer.whole, choices, self._usage(generation))
+        body = await off_loop(write, ms=self._ms(choices)) if self.writer.with_logprobs else write()
         await self._send_head(send, generation.cached_tokens)
         await _send_body(send, body)
+
+    def _ms(self, pieces: Iterable[Piece]) -> float:
+        """Milliseconds in which the log probabilities of pieces are written."""
+        entries = 1 + (self.requests[0].sampling.logprobs or 0)
+        return entries * sum(len(piece.echoed) + len(piece.tokens) for piece in pieces) / _LOGPROBS_PER_MS
 
     @property
     def _is_done(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine_adapter.prompt.chat import ChatTokenizer
-from engine_adapter.torch_engine.answers import TokenBytes
+from engine_adapter.torch_engine.answers import CompletionWriter, TokenBytes
 from engine_adapter.torch_engine.completions import _shows_special
 from engine_adapter.torch_engine.grammar import ToolUse
 from engine_adapter.torch_engine.kv_tree import EXPECTED
@@ -143,6 +144,22 @@ class TestEcho:
         assert (again["choices"][0]["finish_reason"], again["usage"]["completion_tokens"]) == ("length", 0)
         echoed = again["choices"][0]["logprobs"]["token_logprobs"][-6:]
         assert echoed == pytest.approx(made["choices"][0]["logprobs"]["token_logprobs"], abs=1e-3)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_many_logprobs_are_not_written_on_the_event_loop(self, client, monkeypatch, stream):
+        threads, written = set(), CompletionWriter.logprobs
+
+        def noting(*given):
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return written(*given)
+
+        monkeypatch.setattr(CompletionWriter, "logprobs", noting)
+        fields = {"echo": True, "logprobs": 5, "max_tokens": 1, "stream": stream}
+        for prompt in ([9] * 3, [9] * 60):
+            threads.clear()
+            body = {"prompt": prompt, **fields}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert ("off-loop" in threads) is (len(prompt) == 60)
 
     async def test_of_several_choices_streamed(self, client):
         fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.2, "seed": 3}
