@@ -32,7 +32,7 @@ from engine_adapter.torch_engine.answers import (
     event_of,
     shown,
 )
-from engine_adapter.torch_engine.grammar import Structure, ToolUse, structure_of, tool_use_of
+from engine_adapter.torch_engine.grammar import Grammar, Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import (
     ApiError,
     ChatRequest,
@@ -66,6 +66,7 @@ from engine_adapter.types import TOOL_S, TokenIds, extra_array
 
 _log = logging.getLogger("kvpin.engine")
 _LOGPROBS_PER_MS = 150
+_ANSWERED_PER_MS = 100  # tokens of an answer that goes on: each is read again
 
 
 def completion_of(
@@ -232,23 +233,29 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     grammar = None if structure is None else await service.grammars.compile(structure, salt)
     echo = _echo(service, request, prompt, sampling)
     skipped = frozenset() if _shows_special(service, use) else service.special_ids
-    readers = [
-        ChoiceReader(
-            Detokenizer(
-                service.tokenizer,
-                request.stops,
-                skipped=skipped,
-                after=prompt.token_ids,
-                min_tokens=sampling.min_tokens,
-            ),
-            end_tokens=sampling.ends(service.model.eos_token_ids),
-            answered=answered,
-            calls=None if use is None or use.reader is None else use.reader(),
-            echo=echo,
-            drops=sampling.max_tokens == 0,
-        )
-        for _ in range(n)
-    ]
+
+    def begin() -> tuple[list[ChoiceReader], list[Grammar | None]]:
+        readers = [
+            ChoiceReader(
+                Detokenizer(
+                    service.tokenizer,
+                    request.stops,
+                    skipped=skipped,
+                    after=prompt.token_ids,
+                    min_tokens=sampling.min_tokens,
+                ),
+                end_tokens=sampling.ends(service.model.eos_token_ids),
+                answered=answered,
+                calls=None if use is None or use.reader is None else use.reader(),
+                echo=echo,
+                drops=sampling.max_tokens == 0,
+            )
+            for _ in range(n)
+        ]
+        return readers, [None if grammar is None else grammar.begin(answered) for _ in range(n)]
+
+    reading_ms = len(answered) / _ANSWERED_PER_MS
+    readers, grammars = await off_loop(begin, ms=reading_ms) if answered else begin()
     writer = (AnswerWriter if is_chat else CompletionWriter)(
         token_bytes=service.token_bytes,
         model=service.model.name,
@@ -282,7 +289,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
             first,
             request_id=f"{first.request_id}-{index}",
             sampling=_of_choice(first.sampling, index),
-            constraint=None if grammar is None else grammar.begin(answered),
+            constraint=grammars[index],
         )
         for index in range(n)
     ]
