@@ -30,6 +30,7 @@ from engine_adapter.types import TokenIds
 _UNFINISHED = "\ufffd"  # how a tokenizer shows bytes that are not yet a whole character
 # A character has at most four bytes, and so at most four tokens.
 _MOST_TOKENS = 4
+_OF_PROMPT = 6  # ids of the prompt's end on which the text of the first token depends
 
 
 class Detokenizer:
@@ -43,27 +44,39 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_held", "_ids", "_read", "_shown", "_size", "_skipped", "_stops", "_tokenizer", "_window", "stopped",
+        "_held", "_ids", "_left_to_min", "_read", "_shown", "_size", "_skipped", "_stops", "_tokenizer",
+        "_window", "stopped",
     )  # fmt: skip
 
     def __init__(
-        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), *, skipped: frozenset[int] = frozenset()
+        self,
+        tokenizer: ChatTokenizer,
+        stops: Sequence[str] = (),
+        *,
+        skipped: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """`skipped`: the ids of special tokens, if these have no text."""
+        """`skipped`: the ids of special tokens, if these have no text. `after`: the prompt. `min_tokens`: no
+        stop string ends within so many tokens."""
         self._tokenizer = tokenizer
         self._size = tokenizer.vocab_size
         self._skipped = skipped
         self._stops = tuple(stops)
-        self._ids: list[int] = []
+        self._left_to_min = min_tokens
+        self._ids = [token_id for token_id in after[-_OF_PROMPT:] if self._has_text(token_id)]
         self._window = 0  # first id of the window
-        self._read = 0  # the text of the ids before it has been returned
-        self._shown = ""  # text of window..read
+        self._shown = self._decode(0) if self._ids else ""  # text of window..read
+        if self._shown.endswith(_UNFINISHED):
+            self._ids, self._shown = [], ""
+        self._read = len(self._ids)  # the text of the ids before it has been returned
         self._held = ""  # text that may yet be the start of a stop string
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """The text that is certain once this token is known: often "", never part of a stop string."""
-        if token_id >= self._size or token_id in self._skipped:
+        self._left_to_min -= 1
+        if not self._has_text(token_id):
             return ""  # without text, many of them would make the window long
         self._ids.append(token_id)
         text = self._decode(self._window)
@@ -84,6 +97,9 @@ class Detokenizer:
         held = self._release(text[len(self._shown) :]) + self._held
         self._held, self._shown = "", text
         return held
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id < self._size and token_id not in self._skipped
 
     def _decode(self, start: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=bool(self._skipped))
@@ -109,7 +125,7 @@ class Detokenizer:
             return "" if self.stopped else new
         text = self._held + new
         found = [at for at in map(text.find, self._stops) if at >= 0]
-        if found:
+        if found and self._left_to_min < 0:
             self.stopped, self._held = True, ""
             return text[: min(found)]
         keep = max(held_back(text, stop) for stop in self._stops)
@@ -306,6 +322,7 @@ class AnswerWriter:
     tells_tokens: bool = False  # whether a comment before each event of a stream holds the ids of its tokens
     # The tokens before it, of an answer that began before: a stream has no opening then.
     answered: Sequence[int] = ()
+    silent: frozenset[int] = frozenset()  # ids that have no text in the answer
     _untold: list[Token] = field(default_factory=list, init=False)  # generated since the last event
     _plain_ends: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
     _head: dict[str, Any] = field(init=False)
@@ -438,14 +455,17 @@ class CompletionWriter(AnswerWriter):
         if (offsets := self._offsets.get(index)) is None:
             offsets = self._offsets[index] = TextOffsets()
             for token_id in self.answered:
-                offsets.next(self.token_bytes.of(token_id))
+                offsets.next(self._text_of(token_id))
         contents = [self.token_bytes.of(token.token_id) for token in tokens]
         return {
             "tokens": [shown(content) for content in contents],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._best(token) for token in tokens],
-            "text_offset": [offsets.next(content) for content in contents],
+            "text_offset": [offsets.next(self._text_of(token.token_id)) for token in tokens],
         }
+
+    def _text_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self.silent else self.token_bytes.of(token_id)
 
     def _best(self, token: Token) -> dict[str, Any] | None:
         """The best tokens and the chosen one; None for the first token of a prompt."""

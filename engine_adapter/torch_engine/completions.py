@@ -7,8 +7,10 @@ import base64
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,9 @@ from engine_adapter.torch_engine.answers import (
     Echo,
     Piece,
     event_of,
+    shown,
 )
-from engine_adapter.torch_engine.grammar import Structure, ToolUse, structure_of, tool_use_of
+from engine_adapter.torch_engine.grammar import Grammar, Structure, ToolUse, structure_of, tool_use_of
 from engine_adapter.torch_engine.protocol import (
     ApiError,
     ChatRequest,
@@ -62,6 +65,8 @@ from engine_adapter.torch_engine.tool_calls import format_of
 from engine_adapter.types import TOOL_S, TokenIds, extra_array
 
 _log = logging.getLogger("kvpin.engine")
+_LOGPROBS_PER_MS = 150
+_ANSWERED_PER_MS = 100  # tokens of an answer that goes on: each is read again
 
 
 def completion_of(
@@ -130,6 +135,10 @@ class CompletionAnswer:
             pieces += await self._next_pieces(generation)
         await self._send_head(send, generation.cached_tokens)
         pending = self.writer.opening()
+        if self.writer.with_logprobs:  # an echo's are many
+            write = partial(b"".join, starmap(self.writer.piece, pieces))
+            pending += await off_loop(write, ms=self._ms(piece for _, piece in pieces))
+            pieces = []
         while True:
             pending += b"".join(self.writer.piece(index, piece) for index, piece in pieces)
             if self._is_done:
@@ -149,9 +158,15 @@ class CompletionAnswer:
         while not self._is_done:
             for index, piece in await self._next_pieces(generation):
                 choices[index].add(piece)
-        body = self.writer.whole(choices, self._usage(generation))
+        write = partial(self.writer.whole, choices, self._usage(generation))
+        body = await off_loop(write, ms=self._ms(choices)) if self.writer.with_logprobs else write()
         await self._send_head(send, generation.cached_tokens)
         await _send_body(send, body)
+
+    def _ms(self, pieces: Iterable[Piece]) -> float:
+        """Milliseconds in which the log probabilities of pieces are written."""
+        entries = 1 + (self.requests[0].sampling.logprobs or 0)
+        return entries * sum(len(piece.echoed) + len(piece.tokens) for piece in pieces) / _LOGPROBS_PER_MS
 
     @property
     def _is_done(self) -> bool:
@@ -218,17 +233,29 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
     grammar = None if structure is None else await service.grammars.compile(structure, salt)
     echo = _echo(service, request, prompt, sampling)
     skipped = frozenset() if _shows_special(service, use) else service.special_ids
-    readers = [
-        ChoiceReader(
-            Detokenizer(service.tokenizer, request.stops, skipped=skipped),
-            end_tokens=sampling.ends(service.model.eos_token_ids),
-            answered=answered,
-            calls=None if use is None or use.reader is None else use.reader(),
-            echo=echo,
-            drops=sampling.max_tokens == 0,
-        )
-        for _ in range(n)
-    ]
+
+    def begin() -> tuple[list[ChoiceReader], list[Grammar | None]]:
+        readers = [
+            ChoiceReader(
+                Detokenizer(
+                    service.tokenizer,
+                    request.stops,
+                    skipped=skipped,
+                    after=prompt.token_ids,
+                    min_tokens=sampling.min_tokens,
+                ),
+                end_tokens=sampling.ends(service.model.eos_token_ids),
+                answered=answered,
+                calls=None if use is None or use.reader is None else use.reader(),
+                echo=echo,
+                drops=sampling.max_tokens == 0,
+            )
+            for _ in range(n)
+        ]
+        return readers, [None if grammar is None else grammar.begin(answered) for _ in range(n)]
+
+    reading_ms = len(answered) / _ANSWERED_PER_MS
+    readers, grammars = await off_loop(begin, ms=reading_ms) if answered else begin()
     writer = (AnswerWriter if is_chat else CompletionWriter)(
         token_bytes=service.token_bytes,
         model=service.model.name,
@@ -238,6 +265,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
         include_usage=request.include_usage,
         tells_tokens=bool(request.stream_token_ids),
         answered=answered,
+        silent=skipped if echo is None else skipped - _spelled(service, echo),
     )
     extra_ids, most = prompt.extra_ids, sampling.max_tokens
     first = GenerationRequest(
@@ -261,7 +289,7 @@ async def prepare(service: EngineService, request: PromptRequest) -> CompletionA
             first,
             request_id=f"{first.request_id}-{index}",
             sampling=_of_choice(first.sampling, index),
-            constraint=None if grammar is None else grammar.begin(answered),
+            constraint=grammars[index],
         )
         for index in range(n)
     ]
@@ -339,6 +367,12 @@ def _echo(
     return Echo(text, prompt.token_ids if sampling.prompt_logprobs is not None else None)
 
 
+def _spelled(service: EngineService, echo: Echo) -> set[int]:
+    """The special tokens that the text of an echo spells out. The tokenizer adds others."""
+    special = service.special_ids.intersection(echo.unscored or ())
+    return {token_id for token_id in special if shown(service.token_bytes.of(token_id)) in echo.text}
+
+
 # --- serves `/v1/embeddings`: of each text the last hidden state after its last token, normalised -------
 # A text runs in the engine's steps like any other prompt: it waits its turn, takes blocks of the KV cache and
 # shares them. The one token that the engine generates after it is dropped.
@@ -393,12 +427,16 @@ async def _requests(service: EngineService, asked: EmbeddingRequest) -> list[Gen
         service.check_fits(len(each), name)
         return each
 
-    prompts = await service.tokenizer.off_loop(
-        sum(map(len, inputs.values())), lambda: [checked(name, each) for name, each in inputs.items()]
-    )
-    total = sum(map(len, prompts))
-    if total > MAX_TOKENS:
-        raise ApiError(f"input has {total} tokens; at most {MAX_TOKENS} are taken", param="input")
+    def all_checked() -> list[TokenIds[int]]:
+        prompts, left = [], MAX_TOKENS
+        for name, each in inputs.items():
+            prompts.append(checked(name, each))
+            left -= len(prompts[-1])
+            if left < 0:  # what follows is not encoded
+                raise ApiError(f"input has more than {MAX_TOKENS} tokens", param="input")
+        return prompts
+
+    prompts = await service.tokenizer.off_loop(sum(map(len, inputs.values())), all_checked)
     request_id = secrets.token_hex(12)
     return [
         GenerationRequest(

@@ -248,6 +248,8 @@ _PLAIN = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
 _OF_VLLM = ("json", "regex", "choice", "grammar", "json_object")
+# Hints of vLLM's, for how its backends compile a structure.
+_HINTS = ("whitespace_pattern", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +277,10 @@ def structure_of(request: PromptRequest) -> Structure | None:
     """The structure that a request asks for, None for none. Raises ApiError (400) for what cannot be asked
     for, and for two structures at once."""
     given = request.structured_outputs or {}
+    for name, value in given.items():
+        if value is not None and name not in (*_OF_VLLM, *_HINTS):
+            param = f"structured_outputs.{name}"
+            raise ApiError(f"{param} is not known: structures are {', '.join(_OF_VLLM)}", param=param)
     asked = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _OF_VLLM]
     asked += [(f"structured_outputs.{kind}", kind, given.get(kind)) for kind in _OF_VLLM]
     of_vllm = (_of_kind(kind, value, param) for param, kind, value in asked)

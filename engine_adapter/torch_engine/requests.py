@@ -52,7 +52,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and generated tokens, as Hugging Face's; 1.0 is off
     max_tokens: int | None = None  # most tokens to generate; None for as many as the context leaves
-    min_tokens: int = 0  # no end or stop token before this many tokens
+    min_tokens: int = 0  # no end, stop token or stop string before this many tokens
     ignore_eos: bool = False  # the model's end tokens do not stop; `stop_token_ids` still do
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None for none; n for those of the chosen token and the n best

@@ -54,6 +54,8 @@ class Sampler:
                 self.tally.count(token)
         self._ends = np.array(sorted(ends), dtype=np.int64)
         self._left_to_min = params.min_tokens
+        self._biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+        self._biases = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
 
     @property
     def forbidden(self) -> NDArray[np.int64]:
@@ -80,8 +82,7 @@ class Sampler:
             found = torch.where(found > 0, found / repetition, found * repetition)
             scores[ids] = found - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         if params.logit_bias:
-            tokens, biases = zip(*params.logit_bias, strict=True)
-            scores[list(tokens)] += torch.tensor(biases, device=scores.device)
+            scores[_beside(scores, self._biased)] += _beside(scores, self._biases)
         if len(forbidden):
             scores[_beside(scores, forbidden)] = -torch.inf
         if self.constraint is not None:

@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import override
 
 from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.events.wire import encode_snapshot
@@ -354,6 +355,7 @@ def _digest(text: bytes) -> bytes:
 # --- the process of one engine: it answers at once, loads meanwhile, ends both together -----------------
 
 _GRACE_S = 20
+_TO_TELL_S = 3  # then clients are told, before uvicorn cancels what is left without a word
 _BACKLOG = 2048
 _log = logging.getLogger("kvpin.engine")
 
@@ -378,6 +380,19 @@ def serve_engine(options: EmbeddedOptions) -> None:
         raise process.failure
 
 
+class _Server(uvicorn.Server):
+    """Ends the engine when the grace is over, so that its requests end as those of any engine that stops."""
+
+    end_engine: Callable[[], None]
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(_GRACE_S, loop.run_in_executor, None, self.end_engine)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
 class _EngineProcess(EngineHost):
     """Loads the service while the server runs already; ends both together."""
 
@@ -389,10 +404,12 @@ class _EngineProcess(EngineHost):
         key = os.environ.pop(KEY_VARIABLE, None) or None
         web = create_app(self, max_body_bytes=options.max_body_bytes, key=key)
         web.router.lifespan_context = self.lifespan
+        grace_s = _GRACE_S + _TO_TELL_S
         config = uvicorn.Config(
-            web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_GRACE_S
+            web, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=grace_s
         )
-        self.server = uvicorn.Server(config)
+        self.server = _Server(config)
+        self.server.end_engine = self._end_engine
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -424,6 +441,10 @@ class _EngineProcess(EngineHost):
             self.failure = EngineUnavailable(f"the engine died and must be started again: {reason}")
             self._end_surely()
 
+    def _end_engine(self) -> None:
+        if self.service is not None:
+            self.service.engine.stop()
+
     def _follow_parent(self) -> None:
         """Ends the process when its standard input closes: the parent is gone."""
         while os.read(0, 4096):
@@ -433,7 +454,7 @@ class _EngineProcess(EngineHost):
     def _end_surely(self) -> None:
         """Ends the process; kills it if a clean end hangs, as nobody else may notice that."""
         self.server.should_exit = True
-        threading.Event().wait(_GRACE_S + 5)
+        threading.Event().wait(_GRACE_S + _TO_TELL_S + 2)
         os._exit(1)
 
 

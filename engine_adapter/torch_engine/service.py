@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -246,6 +246,9 @@ class EngineService:
             options.model, device=options.device, dtype=options.dtype, served_name=options.served_model_name
         )
         self.tokenizer = ChatTokenizer.load(self.model.tokenizer)
+        end = self.tokenizer.eos_token_id
+        if end is not None and 0 <= end < self.model.vocab_size:  # the model's own files may not name it
+            self.model = replace(self.model, eos_token_ids=self.model.eos_token_ids | {end})
         # Random name of this process. Another name means that all KV is gone.
         self.instance = secrets.token_hex(8)
         self.created = int(time.time())  # load time in seconds since the epoch

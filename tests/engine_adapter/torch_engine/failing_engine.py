@@ -1,4 +1,4 @@
-"""`kvpin engine` whose model fails on prompts that begin with one of these tokens."""
+"""`kvpin engine` whose model fails on prompts that begin with one of these tokens. It ends after a second."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from engine_adapter.torch_engine import server
 from engine_adapter.torch_engine.model import Runner
 from engine_adapter.torch_engine.serve import app
 
@@ -27,4 +28,5 @@ def _failing_run(runner, work):
 
 if __name__ == "__main__":
     Runner.run = _failing_run
+    server._GRACE_S = 1
     app()

@@ -47,6 +47,15 @@ def test_completion_logprobs_and_their_offsets(tokenizer, token_bytes):
     assert second["top_logprobs"] == [dict(zip(texts, [-0.5, -2.0, -9999.0], strict=True))]
 
 
+def test_offsets_count_no_tokens_without_text(tokenizer, token_bytes):
+    tokens = [Token(i, -1.0, ()) for i in (70, tokenizer.eos_token_id, 71)]
+    writer = CompletionWriter(
+        token_bytes=token_bytes, model="m", silent=frozenset([tokenizer.eos_token_id]), answered=[1, 2, 70]
+    )
+    size = len(tokenizer.decode([70]))
+    assert writer.logprobs(0, tokens)["text_offset"] == [12 + size, 12 + 2 * size, 12 + 2 * size]
+
+
 def test_offsets_count_characters_not_tokens(tokenizer, token_bytes):
     tokens = [Token(i, -1.0, ()) for i in tokenizer.encode("\U0001f9ff!", add_special_tokens=False)]
     offsets = CompletionWriter(token_bytes=token_bytes, model="m").logprobs(0, tokens)["text_offset"]
@@ -113,6 +122,16 @@ def test_the_start_of_a_stop_string_is_held_back_and_given_when_it_was_none(toke
     assert detokenizer.push(question) == "a!?"
 
 
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "shown"),
+    [("a", 1, "ab"), ("a", 2, "ab"), ("a", 5, "ababa"), ("ba", 2, "a"), ("ba", 3, "aba"), ("ba", 4, "aba")],
+)
+def test_no_stop_string_ends_within_the_least_tokens(tokenizer, stop, min_tokens, shown):
+    detokenizer = Detokenizer(tokenizer, [stop], min_tokens=min_tokens)
+    ids = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ababa"]
+    assert "".join([*map(detokenizer.push, ids), detokenizer.finish()]) == shown
+
+
 def test_nothing_comes_after_a_stop(tokenizer):
     texts, detokenizer = pieces(tokenizer, tokenizer.encode("a b c", add_special_tokens=False), [" b"])
     assert "".join(texts) == "a"
@@ -153,16 +172,37 @@ def counted(tokenizer, ids):
     return pieces(Counting(), ids)[0], max(decoded)
 
 
-def test_tokens_of_a_tokenizer_like_llama_2s_are_the_text():
-    """Spaces are `▁`, rare characters bytes."""
-    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "o", "k", "▁o", "▁ok"]
+def like_llama_2s():
+    """A tokenizer that writes spaces as `▁` and rare characters as bytes."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "o", "k", "▁o", "▁ok", "</s>"]
     vocab = {name: index for index, name in enumerate(names)}
     bpe = models.BPE(vocab, [("▁", "o"), ("▁o", "k")], unk_token="<unk>", byte_fallback=True)
     made = Tokenizer(bpe)
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(parts)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
-    tokenizer = ChatTokenizer(fast, source="here")
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+    return ChatTokenizer(fast, source="here")
+
+
+def test_tokens_of_a_tokenizer_like_llama_2s_are_the_text():
+    tokenizer = like_llama_2s()
     ids = tokenizer.encode("ok ok 漢", add_special_tokens=False)
     assert b"".join(map(TokenBytes(tokenizer).of, ids)) == " ok ok 漢".encode()
+
+
+@pytest.mark.parametrize("prompt", ["ok", "ok</s>", "漢", ""])
+def test_the_first_space_of_an_answer_is_shown_after_a_prompt(prompt):
+    tokenizer = like_llama_2s()
+    end, ok = tokenizer.eos_token_id, tokenizer.transformers.convert_tokens_to_ids("▁ok")
+    before = [*tokenizer.encode(prompt, add_special_tokens=False), end, tokenizer.vocab_size + 3]
+    detokenizer = Detokenizer(tokenizer, skipped=frozenset([end]), after=before)
+    shown = [detokenizer.push(token) for token in (ok, end, ok)] + [detokenizer.finish()]
+    assert shown == [" ok" if prompt else "ok", "", " ok", ""]
+
+
+@given(st.lists(st.integers(0, 4095), max_size=40), st.lists(st.integers(0, 4095), max_size=40))
+def test_where_tokens_are_bytes_the_prompt_changes_no_answer(tokenizer, prompt, answer):
+    alone, after = Detokenizer(tokenizer), Detokenizer(tokenizer, after=prompt)
+    texts = ["".join([*map(each.push, answer), each.finish()]) for each in (alone, after)]
+    assert texts[0] == texts[1]

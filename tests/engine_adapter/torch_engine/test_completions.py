@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import socket
+import threading
 from typing import ClassVar
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from engine_adapter.torch_engine.answers import Detokenizer
 from engine_adapter.torch_engine.requests import GenerationRequest, RequestRefused, SamplingParams
 from engine_adapter.torch_engine.service import Generation
 from engine_adapter.types import token_array
@@ -88,6 +90,34 @@ async def test_stop_strings_end_the_text_before_them(client, served_engine):
     assert "".join(choice["text"] for choice in choices) == expected
     assert choices[-1]["finish_reason"] == "stop"
     await one_more_cancelled(served_engine.service, before)
+
+
+async def test_no_stop_string_ends_an_answer_before_min_tokens(client):
+    text = (await complete(client, max_tokens=40)).json()["choices"][0]["text"]
+    fields = {"max_tokens": 40, "stop": text[0], "min_tokens": 6, "return_token_ids": True}
+    (choice,) = (await complete(client, **fields)).json()["choices"]
+    assert (choice["text"], len(choice["token_ids"])) != ("", 1)
+    assert text.startswith(choice["text"])
+    assert len(choice["token_ids"]) > 6
+    rest = (await complete(client, answer_token_ids=choice["token_ids"][:4], **fields)).json()["choices"][0]
+    assert rest["token_ids"] == choice["token_ids"][4:]
+    assert choice["text"].endswith(rest["text"])
+
+
+async def test_a_long_answer_is_not_read_again_on_the_event_loop(client, monkeypatch):
+    threads, push = set(), Detokenizer.push
+
+    def noting(*given):
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return push(*given)
+
+    monkeypatch.setattr(Detokenizer, "push", noting)
+    for size in (3, 200):
+        threads.clear()
+        answered = [10 + at % 50 for at in range(size)]
+        made = (await complete(client, answer_token_ids=answered, max_tokens=size + 1)).json()
+        assert made["usage"]["completion_tokens"] == size + 1
+        assert ("off-loop" in threads) is (size == 200)
 
 
 def sent(connection, served_engine, **fields):

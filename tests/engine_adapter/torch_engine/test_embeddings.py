@@ -159,3 +159,18 @@ async def test_when_the_client_leaves_the_rest_is_not_computed(client, served_en
 async def test_what_cannot_be_embedded_is_named(client, fields, param):
     answer = await client.post("/v1/embeddings", json=fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_beyond_the_most_tokens_nothing_is_encoded(client, served_engine, monkeypatch):
+    service, encoded = served_engine.service, []
+    encode = service.encode
+
+    def counting(text, *given, **options):
+        encoded.append(text)
+        return encode(text, *given, **options)
+
+    monkeypatch.setattr(service, "encode", counting)
+    monkeypatch.setattr("engine_adapter.torch_engine.completions.MAX_TOKENS", 10)
+    answer = await client.post("/v1/embeddings", json={"input": ["a"] * 12})
+    assert (answer.status_code, len(encoded)) == (400, 11)
+    assert answer.json()["error"]["message"] == "input has more than 10 tokens"

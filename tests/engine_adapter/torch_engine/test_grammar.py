@@ -283,6 +283,10 @@ def use(tools=TOOLS, choice=None, parallel=None, format_=HERMES):
         ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"], "guided_choice"),
         ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA, "structured_outputs.json"),
         ({"guided_json_object": True}, "json", {"type": "object"}, "guided_json_object"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_fallback": True, "structural_tag": None}},
+            *("json", SCHEMA, "structured_outputs.json"),
+        ),
     ],
 )
 def test_structures_of_json(fields, kind, text, param):
@@ -297,6 +301,8 @@ def test_structures_of_json(fields, kind, text, param):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json_schema": SCHEMA}}, "structured_outputs.json_schema"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"guided_regex": "a" * (MAX_BYTES + 1)}, "guided_regex"),
         ({"guided_grammar": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_grammar"),
     ],

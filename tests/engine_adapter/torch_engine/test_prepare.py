@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,11 +12,13 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine.answers import CompletionWriter, TokenBytes
 from engine_adapter.torch_engine.completions import _shows_special
 from engine_adapter.torch_engine.grammar import ToolUse
 from engine_adapter.torch_engine.kv_tree import EXPECTED
 from engine_adapter.torch_engine.tool_calls import HERMES, MISTRAL
-from engine_adapter.types import TOOL_S
+from engine_adapter.types import TOOL_S, token_array
+from tests.engine_adapter.torch_engine.test_answers import like_llama_2s
 
 PROMPT = "The ship came to the harbour, and "
 HELLO = [{"role": "user", "content": "hello"}]
@@ -108,6 +111,32 @@ class TestEcho:
             assert choice["text"][offset:].startswith(text)
         assert all(len(best) in (2, 3) for best in logprobs["top_logprobs"][1:])
 
+    async def test_a_space_between_prompt_and_answer_is_kept(self, client, served_engine, monkeypatch):
+        tokenizer = like_llama_2s()
+        (ok,) = tokenizer.encode("ok", add_special_tokens=False)
+        for name, value in (("tokenizer", tokenizer), ("token_bytes", TokenBytes(tokenizer))):
+            monkeypatch.setattr(served_engine.service, name, value)
+        fields = {"prompt": "ok", "max_tokens": 2, "logit_bias": {ok: 100}}
+        (choice,) = (await ask(client, echo=True, **fields))["choices"]
+        assert choice["text"] == "ok ok ok"
+        (choice,) = (await ask(client, answer_token_ids=[ok], logprobs=0, **fields))["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (" ok", [3])
+
+    @pytest.mark.parametrize(
+        ("prompt", "offsets"), [("a b", [0, 0, 1, 3]), ("<|im_end|>a b", [0, 0, 10, 11, 13])]
+    )
+    async def test_an_offset_counts_no_special_token_that_has_no_text(
+        self, client, served_engine, monkeypatch, prompt, offsets
+    ):
+        """The tokenizer puts one before the text."""
+        service = served_engine.service
+        first, encode = token_array([1]), service.encode
+        monkeypatch.setattr(service, "encode", lambda *given, **options: first + encode(*given, **options))
+        (choice,) = (await ask(client, prompt=prompt, echo=True, logprobs=0, max_tokens=1))["choices"]
+        assert choice["logprobs"]["text_offset"] == offsets
+        for text, offset in list(zip(choice["logprobs"]["tokens"], offsets, strict=True))[1:]:
+            assert choice["text"][offset:].startswith(text)
+
     async def test_the_prompts_logprobs_are_those_of_generation(self, client):
         made = await ask(client, logprobs=0, max_tokens=6, ignore_eos=True, return_token_ids=True)
         tokens = made["prompt_token_ids"] + made["choices"][0]["token_ids"]
@@ -115,6 +144,22 @@ class TestEcho:
         assert (again["choices"][0]["finish_reason"], again["usage"]["completion_tokens"]) == ("length", 0)
         echoed = again["choices"][0]["logprobs"]["token_logprobs"][-6:]
         assert echoed == pytest.approx(made["choices"][0]["logprobs"]["token_logprobs"], abs=1e-3)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_many_logprobs_are_not_written_on_the_event_loop(self, client, monkeypatch, stream):
+        threads, written = set(), CompletionWriter.logprobs
+
+        def noting(*given):
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return written(*given)
+
+        monkeypatch.setattr(CompletionWriter, "logprobs", noting)
+        fields = {"echo": True, "logprobs": 5, "max_tokens": 1, "stream": stream}
+        for prompt in ([9] * 3, [9] * 60):
+            threads.clear()
+            body = {"prompt": prompt, **fields}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert ("off-loop" in threads) is (len(prompt) == 60)
 
     async def test_of_several_choices_streamed(self, client):
         fields = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.2, "seed": 3}

@@ -55,8 +55,30 @@ def test_it_ends_when_its_parent_does(log):
         assert engine.process.wait(STOP_S) == 0
 
 
-def failing_engine(log):
-    return running_engine(log, "--kv-blocks", "64", program=[str(Path(failing.__file__))])
+def failing_engine(log, blocks=64):
+    return running_engine(log, "--kv-blocks", str(blocks), program=[str(Path(failing.__file__))])
+
+
+def test_what_a_signals_grace_does_not_suffice_for_is_another_engines_to_answer(log):
+    with (
+        failing_engine(log, blocks=600) as engine,
+        httpx.Client(base_url=engine.url, trust_env=False, timeout=STOP_S) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        whole = pool.submit(complete, client, 5, max_tokens=8000)
+        body = {"prompt": [7, 8, 9], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        read: list[str] = []
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            read.append(next(lines))
+            engine.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                read.extend(line for line in lines if line)
+        error = whole.result()
+        assert (error.status_code, error.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert json.loads(read[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        assert engine.process.wait(STOP_S) == 0
+        assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 import threading
+from dataclasses import replace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import save
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.torch_engine.engine import Counters
+from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.protocol import ApiError, ChatRequest, read_body
 from engine_adapter.torch_engine.serve import EmbeddedOptions
 from engine_adapter.torch_engine.server import EngineHost, create_app
@@ -217,6 +220,18 @@ async def test_long_data_of_embeddings_is_not_read_on_the_event_loop(served_engi
     with pytest.raises(PromptTableError):  # it is no tensor
         await served_engine.service.prompt(ChatRequest(messages=[{"role": "user", "content": [part]}]))
     assert expected[0] > 1, "milliseconds"
+
+
+@pytest.mark.parametrize(("vocab_size", "ends"), [(4096, {2, 5}), (2, {5})])
+def test_the_tokenizers_end_token_ends_answers_too(monkeypatch, vocab_size, ends):
+    model = replace(load_model(None), vocab_size=vocab_size, eos_token_ids=frozenset({5}))
+    monkeypatch.setattr("engine_adapter.torch_engine.service.load_model", lambda *_, **_options: model)
+    monkeypatch.setattr("engine_adapter.torch_engine.service.Grammars", Mock())
+    service = EngineService(EmbeddedOptions(kv_blocks=8))
+    try:
+        assert service.model.eos_token_ids == service.engine._model.eos_token_ids == ends
+    finally:
+        service.close()
 
 
 # --- the engine stops during an answer: never what looks like a whole answer -----------------------------
