@@ -98,6 +98,10 @@ def test_with_tls_the_probes_and_prometheus_speak_it():
     assert [probe["httpGet"]["scheme"] for probe in probes] == ["HTTPS"] * 3
     (endpoint,) = of_kind("ServiceMonitor", values)["spec"]["endpoints"]
     assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"serverName": "kvpin"})
+    assert (
+        of_kind("ServiceMonitor", values | {"settings": {"tls": None}})["spec"]["endpoints"][0]["scheme"]
+        == "http"
+    )
     settings["tls"]["client_ca"] = "/tls/ca.crt"
     with pytest.raises(Exception, match="the kubelet's probes have no certificate"):
         rendered(values)

@@ -286,9 +286,10 @@ class LlamaServerAdapter(EngineAdapter):
             # A model in memory is met, so that its first request finds its tokenizer, and again to be probed.
             is_new = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
             if is_new and session is not None:
-                is_new = await session.can_be_probed() and self._session is session
-                if is_new:
+                is_new = False
+                if await session.can_be_probed() and self._session is session:
                     await self.end_session(farewell=False)
+                    raise EngineUnavailable("it has time to be tried out now")  # without requests beside it
             return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new or self._is_outdated)
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):

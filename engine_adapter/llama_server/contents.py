@@ -189,7 +189,10 @@ class SlotContents:
     async def restore(self, slot: Slot, entry: Saved) -> bool:
         """Restores a saved prefix into a slot on which RESTORE has begun. False leaves the slot as it was, or
         empty if the server refused the file."""
-        if self._saved is None or not await self._keeps_adapters():
+        try:
+            if self._saved is None or not await self._keeps_adapters():
+                return False
+        except EngineRejected:  # it does not tell
             return False
         try:
             async with self._saved.using(entry) as name:

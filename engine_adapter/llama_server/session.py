@@ -164,7 +164,11 @@ class ServerSession:
 
     async def can_be_probed(self) -> bool:
         """True if the server was too busy to be probed when kvpin connected, and does nothing now."""
-        return self._lacks_probe and not any(state.is_processing for state in await read_slots(self._control))
+        if self._lacks_probe:
+            with suppress(TimeoutError):  # it answers between two steps: late, it is busy
+                async with asyncio.timeout(POLL_S):
+                    return not any(state.is_processing for state in await read_slots(self._control))
+        return False
 
     async def try_out(self) -> None:
         """Probes a server that was too busy for it before. EngineUnavailable: its slots share one pool."""

@@ -206,11 +206,12 @@ class PromptTables:
         self, token_ids: TokenIds[int], *, explicit: list[int] | None, table_id: str | None
     ) -> EnginePrompt:
         """A prompt of token ids with its extra ids and rows; see `resolve_extra_ids` for the rules. Raises
-        PromptTableError for the first id that breaks one, and ApiError (400) for an unknown table."""
+        PromptTableError for the first id that breaks one, and ApiError (400) for an unknown table. Threads
+        may call it."""
         table = None if table_id is None else self.by_id.get(table_id)
         if table_id is not None and table is None:
             raise ApiError(f"there is no prompt table {table_id!r}", param="prompt_table")
-        by_extra_id = {stored.extra_id: stored for stored in self.by_id.values()}
+        by_extra_id = {stored.extra_id: stored for stored in tuple(self.by_id.values())}
         resolved = resolve_extra_ids(
             token_ids, vocab_size=self._vocab_size, explicit=explicit, table=table, registered=by_extra_id
         )
@@ -294,7 +295,8 @@ class EngineService:
             prompt = await self.tokenizer.off_loop(len(prompt), encode)
         named = request.prompt_table
         resolve = partial(self.tables.resolve, prompt, explicit=request.extra_ids, table_id=named)
-        return await off_loop(resolve, ms=len(prompt) / IDS_PER_MS)
+        looks_at_each = request.extra_ids is not None or named is not None
+        return await off_loop(resolve, ms=len(prompt) / IDS_PER_MS if looks_at_each else 0.0)
 
     def encode(self, text: str, param: str, *, special: bool | None) -> TokenIds[int]:
         """The token ids of a text, with special tokens unless that is False. Raises ApiError (400) for a text

@@ -152,8 +152,8 @@ class Peers:
         self._flush(anew=True)
 
     def _join(self) -> None:
-        """The exchange works, or works again: what was told meanwhile is lost, in both directions."""
-        for owner in self._peers:
+        """The exchange works, or works again: what was told meanwhile is lost, at Redis both ways."""
+        for owner in () if self.bus.is_private else self._peers:  # over sockets, the other one joins as well
             self._own.tell(Ask(owner, contents=self._wants_contents(owner)))
         self._introduce()
 

@@ -415,7 +415,8 @@ class PromptBuilder:
     async def _chat(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
         forms = forms_of(body)
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
-            forms |= self.local.forms_in(source)
+            ms = body.n_values / VALUES_PER_MS if len(body.raw) > VALUES_PER_MS else 0.0
+            forms |= await off_loop(partial(self.local.forms_in, source), ms=ms)
         if self.local is not None and self.forms.source(forms) == "local":
             try:
                 prompt, beginning = await self.local.turn(source, body, owner, self._context())
@@ -442,7 +443,8 @@ class PromptBuilder:
             return prompt if (source.explicit, source.table) == (None, None) else None
         ids = prompt.token_ids
         find = partial(self._tables.extra_ids, ids, source, vocab_size)
-        extra_ids = await off_loop(find, ms=len(ids) / IDS_PER_MS)
+        looks_at_each = (source.explicit, source.table) != (None, None)
+        extra_ids = await off_loop(find, ms=len(ids) / IDS_PER_MS if looks_at_each else 0.0)
         return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 
     def _made(

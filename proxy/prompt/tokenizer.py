@@ -58,7 +58,10 @@ class LocalTokenizer:
     def forms_in(self, source: ChatInput) -> frozenset[Form]:
         """SPECIAL_TOKENS if a text of this chat contains some, or may: JSON in a text can escape them."""
         texts = _texts_in([source.messages, source.tools, source.template_kwargs])
-        found = any(self._special.search(text) or "\\u" in text for text in texts)
+        found = any(
+            self._special.search(text) or ("\\u" in text and text.lstrip().startswith(("{", "[", '"')))
+            for text in texts
+        )
         return frozenset({Form.SPECIAL_TOKENS}) if found else frozenset()
 
     async def chat(self, source: ChatInput, body: JsonBody, limit: int | None = None) -> ChatPrompt:

@@ -49,9 +49,9 @@ def ask(kvpin, text, **fields):
 
 
 def until_saved(flag):
-    """After kill -9, a kvpin knows what files hold. They are written in idle time."""
+    """After kill -9, a kvpin knows what files hold by their sidecars. They are written in idle time."""
     directory = Path(flag.rpartition("=")[2])
-    until(lambda: [*directory.glob("kvpin-*.bin")])
+    until(lambda: [*directory.glob("kvpin-*.json")])
 
 
 def health(kvpin):

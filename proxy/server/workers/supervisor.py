@@ -391,7 +391,8 @@ class SharedEngines:
         goes on until the workers' requests on it have ended, for `graceful_shutdown_s` at most. Before that,
         one that leaves waits as long at most for those that join. Changed ones are replaced one after the
         other: the others serve meanwhile. Raises EngineSpecError if an engine cannot be used; then nothing
-        changed."""
+        changed; and OSError: there is no room to tell them."""
+        write_engines(self._directory, [engine.spec for engine in self._engines.values()])
         changes = engine_changes(self._entries, managed_engines(settings))
         new = {
             entry.id: (entry, ManagedEngine(entry))

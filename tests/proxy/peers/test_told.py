@@ -83,7 +83,7 @@ async def test_a_request_that_ended_while_the_exchange_was_away_counts_no_more(w
         async with asyncio.TaskGroup() as group:
             running = group.create_task(ask(first))
             await until(lambda: in_flight(two))
-            wires[cut].is_cut = True
+            wires[cut].is_cut, one.peers.bus.is_private, two.peers.bus.is_private = True, False, False
             engine.gate.set()
             await running
         await one.settled()

@@ -3,10 +3,11 @@
 {{- end }}
 
 {{- define "kvpin.scheme" -}}
-{{- if dig "tls" "client_ca" "" .Values.settings }}
+{{- $tls := .Values.settings.tls | default dict }}
+{{- if $tls.client_ca }}
 {{- fail "settings.tls.client_ca: the kubelet's probes have no certificate; ask for clients' at the ingress" }}
 {{- end }}
-{{- ternary "https" "http" (hasKey .Values.settings "tls") }}
+{{- ternary "https" "http" (not (empty $tls)) }}
 {{- end }}
 
 {{- define "kvpin.selector" -}}
