@@ -26,6 +26,10 @@ _COUNTED_BYTES = 1 << 20
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
 BILLING = "x-anthropic-billing-header"
 """Begins the line that Claude Code puts before its system prompt."""
+SCHEMA_DATA = ("const", "default", "enum", "examples")
+"""Keywords of a JSON schema whose values are data, not schemas."""
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Those that hold schemas under names of the client's."""
 # Fields of a plain chat: none of them changes its prompt, its identity or who may see it.
 _OF_PLAIN_CHATS = frozenset(
     {

@@ -111,8 +111,6 @@ TOKEN_ID_BYTES_PER_MS = 48 * 1024
 # Values of a body (`JsonBody.n_values`) that Python code looks at in about 1 ms. Whoever walks through a
 # client's values asks by this price whether it may do so on the loop.
 VALUES_PER_MS = 8192
-# Token ids that Python code looks at one by one in about 1 ms.
-IDS_PER_MS = 400
 # Bytes of a prompt table that are read and hashed in about 1 ms.
 TABLE_BYTES_PER_MS = 256 * 1024
 # Work that is expected to take longer leaves the loop.

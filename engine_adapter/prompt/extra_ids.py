@@ -173,6 +173,15 @@ def resolve_extra_ids(
     return ResolvedExtraIds(extra_ids, tables)
 
 
+# Ids that are looked at one by one in about 1 ms.
+_IDS_PER_MS = 400
+
+
+def resolving_ms(token_ids: TokenIds[int], explicit: object, table: object) -> float:
+    """Milliseconds that `resolve_extra_ids` takes. Text is told by its least and greatest id."""
+    return 0.0 if explicit is None and table is None else len(token_ids) / _IDS_PER_MS
+
+
 def _table_of(
     index: int,
     token: int,

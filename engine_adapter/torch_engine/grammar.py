@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_adapter.body import SCHEMA_DATA, SCHEMAS_BY_NAME
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.described import give_back_memory
 from engine_adapter.torch_engine.protocol import ApiError, PromptRequest
@@ -242,10 +243,6 @@ MAX_BYTES = 64 << 10
 MAX_GRAMMAR_BYTES = 8 << 10
 """Largest grammar: to read GBNF takes time with the square of its size, 0.2 s for this."""
 _ANY_OBJECT = {"type": "object"}
-# Their values are data, not schemas.
-_PLAIN = ("const", "enum", "default", "examples")
-# Theirs are schemas under names of the client's.
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 Kind = Literal["json", "regex", "choice", "grammar", "tags"]
 _OF_VLLM = ("json", "regex", "choice", "grammar", "json_object")
 # Hints of vLLM's, for how its backends compile a structure.
@@ -416,7 +413,7 @@ def _moved(schema: Any, place: str, *, is_named: bool = False) -> Any:  # noqa: 
     return {
         key: place + value[1:]
         if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in _PLAIN else _moved(value, place, is_named=key in _NAMED))
+        else (value if key in SCHEMA_DATA else _moved(value, place, is_named=key in SCHEMAS_BY_NAME))
         for key, value in schema.items()
     }
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine_adapter.errors import EngineUnavailable, PromptTableError
-from engine_adapter.off_loop import IDS_PER_MS, off_loop
+from engine_adapter.off_loop import off_loop
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.encoders import MAX_CHARS_PER_TOKEN, CannotFit
 from engine_adapter.prompt.extra_ids import (
@@ -29,6 +29,7 @@ from engine_adapter.prompt.extra_ids import (
     read_embeds,
     reading_ms,
     resolve_extra_ids,
+    resolving_ms,
 )
 from engine_adapter.torch_engine.answers import TokenBytes
 from engine_adapter.torch_engine.engine import Counters, EngineCore
@@ -295,8 +296,7 @@ class EngineService:
             prompt = await self.tokenizer.off_loop(len(prompt), encode)
         named = request.prompt_table
         resolve = partial(self.tables.resolve, prompt, explicit=request.extra_ids, table_id=named)
-        looks_at_each = request.extra_ids is not None or named is not None
-        return await off_loop(resolve, ms=len(prompt) / IDS_PER_MS if looks_at_each else 0.0)
+        return await off_loop(resolve, ms=resolving_ms(prompt, request.extra_ids, named))
 
     def encode(self, text: str, param: str, *, special: bool | None) -> TokenIds[int]:
         """The token ids of a text, with special tokens unless that is False. Raises ApiError (400) for a text

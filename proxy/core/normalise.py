@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from engine_adapter.body import BILLING
+from engine_adapter.body import BILLING, SCHEMA_DATA, SCHEMAS_BY_NAME
 from proxy.core.prompt_values import (
     DATES,
     HEAD,
@@ -292,11 +292,6 @@ def _with_sorted_schema(tool: Any) -> Any:  # noqa: ANN401 - JSON
             return tool
 
 
-# In a schema: what is data, and what holds schemas under names of the client's.
-_AS_DATA = ("const", "default", "enum", "examples")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
 def _in_order(value: Any, *, is_named: bool = False) -> Any:  # noqa: ANN401 - JSON
     """A schema with its fields, and the names that it requires, in the order of the alphabet. `is_named`: its
     keys are names, each of a schema."""
@@ -304,8 +299,8 @@ def _in_order(value: Any, *, is_named: bool = False) -> Any:  # noqa: ANN401 - J
         case dict():
             ordered = {
                 name: value[name]
-                if name in _AS_DATA and not is_named
-                else _in_order(value[name], is_named=name in _BY_NAME and not is_named)
+                if name in SCHEMA_DATA and not is_named
+                else _in_order(value[name], is_named=name in SCHEMAS_BY_NAME and not is_named)
                 for name in sorted(value)
             }
             required = ordered.get("required")

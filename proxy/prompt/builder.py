@@ -24,7 +24,6 @@ from engine_adapter import (
 )
 from engine_adapter.causes import Code
 from engine_adapter.off_loop import (
-    IDS_PER_MS,
     JSON_BYTES_PER_MS,
     TOKEN_ID_BYTES_PER_MS,
     VALUES_PER_MS,
@@ -34,7 +33,7 @@ from engine_adapter.off_loop import (
 )
 from engine_adapter.prompt.chat import ChatPrompt, ChatTokenizer
 from engine_adapter.prompt.encoders import CannotFit
-from engine_adapter.prompt.extra_ids import read_embeds, reading_ms
+from engine_adapter.prompt.extra_ids import read_embeds, reading_ms, resolving_ms
 from engine_adapter.prompt.forms import Form, forms_of
 from engine_adapter.prompt.template_trials import MessageShape
 from engine_adapter.prompt.tokenizer_process import load_tokenizer
@@ -443,8 +442,7 @@ class PromptBuilder:
             return prompt if (source.explicit, source.table) == (None, None) else None
         ids = prompt.token_ids
         find = partial(self._tables.extra_ids, ids, source, vocab_size)
-        looks_at_each = (source.explicit, source.table) != (None, None)
-        extra_ids = await off_loop(find, ms=len(ids) / IDS_PER_MS if looks_at_each else 0.0)
+        extra_ids = await off_loop(find, ms=resolving_ms(ids, source.explicit, source.table))
         return prompt if extra_ids is None else replace(prompt, extra_ids=extra_ids)
 
     def _made(
