@@ -219,12 +219,13 @@ class MediaUuids:
         """`trusted`: clients may reuse a uuid; otherwise its first content is the only one."""
         self._trusted = trusted
         self._limit = limit
-        self._seen = defaultdict[str | None, OrderedDict[bytes, bytes]](OrderedDict)  # by tenant
+        self._seen = defaultdict[str | None, OrderedDict[bytes, bytes]](OrderedDict)  # by tenant of the salt
         self._count = 0
 
     async def admit(self, body: JsonBody, salt: str | None, tenant: str | None = None) -> JsonBody:
-        """A tenant's request as it may go to engines: under a salt, its uuids are unique to the salt. Raises
-        BadRequest: a uuid has other content already, or is not a string; or there are too many items."""
+        """A request as it may go to engines: under a salt, its uuids are unique to the salt. `tenant`: whose
+        salt it is; None for a salt of no tenant. Raises BadRequest: a uuid has other content already, or is
+        not a string; or there are too many items."""
         if body.is_plain:
             return body
         # JSON may write any letter as \u00xx.

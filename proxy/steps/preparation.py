@@ -278,7 +278,8 @@ class Preparation:
             given = None if body.is_plain else body.get("cache_salt")
             salt = self.tenants.salt(call.tenant, given)
             if not body.is_plain:
-                body = await self.media.admit(self.tenants.without_private(body), salt, call.tenant)
+                owner = call.tenant if self.tenants.isolated else None  # whose the salt is
+                body = await self.media.admit(self.tenants.without_private(body), salt, owner)
             if body is not call.body:
                 priority, call = priority_of(call), replace(call, body=body)
             if salt != given and pool.shares_kv:

@@ -12,6 +12,7 @@ from engine_adapter import Headers, JsonBody, Resumption
 from proxy.prompt.builder import Prompt
 from proxy.request.calls import Call
 from proxy.request.migration import SentStream
+from proxy.request.tenants import ApiKey, Tenants
 from proxy.steps import preparation
 from proxy.steps.preparation import Preparation, Ready
 from tests.fakes import ASK, CHAT, client_of, is_openai_error, proxy_over
@@ -88,6 +89,25 @@ async def test_a_tenants_long_bodies_are_read_one_after_the_other_and_hold_up_no
     assert begun[-1] == "second"
     assert all(isinstance(each, LookupError) for each in ended)
     assert not steps._turns  # no lock is kept
+
+
+async def test_a_uuid_keeps_its_image_when_the_only_tenant_becomes_another(engine):
+    """Without a salt, engines answer the next tenant from the first one's image."""
+
+    def asked(content):
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}, "uuid": "cat"}
+        return {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+
+    tenants = Tenants([ApiKey.of("k", "ada")])
+    async with proxy_over(engine, tenants=tenants) as proxy:
+        async with client_of(proxy, headers={"authorization": "Bearer k"}) as client:
+            assert (await client.post(CHAT, json=asked("eA=="))).status_code == 200
+            tenants.replace([ApiKey.of("k", "bob")], {})
+            refused = await client.post(CHAT, json=asked("eQ=="))
+            assert (await client.post(CHAT, json=asked("eA=="))).status_code == 200
+        assert is_openai_error(refused, 400, param="messages[0].content[0].uuid")
+        assert [each.json for each in engine.seen] == [asked("eA==")] * 2
+        await proxy.settled()
 
 
 def test_a_prompt_that_is_more_than_text_stays_as_it_was_for_the_engine_that_goes_on():
