@@ -62,6 +62,8 @@ class Ingest:
         if has_exact_events(engine, pool):
             self._tasks.keep(f"events {engine.id}", lambda: self._follow(engine, pool))
         else:
+            self.leave(engine)
+            engine.view = None
             engine.audit.lost("no usable KV events: learning from responses")
             if (memory := take_memory(self._memories, engine, pool)) is not None:
                 recall_learned(engine, pool, memory)

@@ -148,6 +148,19 @@ async def test_an_engine_that_left_is_followed_no_more_and_its_misses_start_noth
     assert (world.adapter.subscriptions, len(world.pool.index)) == (1, 0)
 
 
+async def test_an_engine_that_tells_no_events_any_more_is_learned_and_has_no_view(world):
+    """A vLLM that was started again without them, or a router's model whose server divides nothing."""
+    await world.say(ViewLost("start"), STORED, ViewCurrent(complete=False))
+    world.fleet.join(world.engine, replace(world.engine.info, capabilities=frozenset()))
+    world.ingest.follow(world.engine, world.pool)
+    assert world.engine.view is None
+    world.adapter.feed.put_nowait(STORED)
+    await asyncio.sleep(10)
+    assert len(world.pool.index) == 0
+    assert world.pool.candidates(None)[0].complete
+    assert world.pool.learn(world.engine, (7, 8))
+
+
 @pytest.mark.parametrize("events", [1, 100])
 async def test_a_flood_of_blocks_leaves_turns_to_requests(world, monkeypatch, events):
     """As many events, or as one."""
