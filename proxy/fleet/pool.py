@@ -518,7 +518,8 @@ class Pool:
         return session if session is None or self._told is None else session.digest
 
     def _ended(self, engine: Engine, lease: Lease) -> None:
-        computed = lease.placement.uncached_tokens if lease.succeeded else None
+        # If its engine was lost, the process that is there now holds nothing of it.
+        computed = lease.placement.uncached_tokens if lease.succeeded and not lease.is_lost else None
         if lease.telling is not None:
             lease.telling.ended(computed, lease.report)
         if lease.succeeded:

@@ -54,6 +54,21 @@ class TestLease:
                     raise error
         assert (engine.served, engine.prefilled, engine.failed) == (0, 1, 1)
 
+    async def test_an_answer_of_a_process_that_is_lost_teaches_nothing_of_the_next(self, fleet):
+        """The client reads slowly: its answer ends after the engine has connected anew."""
+        engine = add_ready(fleet, "a")
+        pool, chain, leasing = self.lease(fleet)
+        with leasing as lease:
+            fleet.leave(engine)
+            engine.abandon()
+            fleet.join(engine, engine.info)
+            lease.succeeded = True
+        assert (engine.served, pool.index.match(chain.hashes)) == (1, {})
+        *_, again = self.lease(fleet)
+        with again as lease:
+            lease.succeeded = True
+        assert pool.index.match(chain.hashes) == {"a": Match(gpu=2)}
+
     async def test_blocks_stay_pending_while_events_may_still_tell_of_them(self, virtual_time, fleet):
         add_ready(fleet, "a").audit.synced()
         pool, chain, leasing = self.lease(fleet)
