@@ -240,6 +240,9 @@ class Monitor:
         self.split(engine, info)
         _log_changes(engine, before, info)
         pool = self._fleet.pool_of(engine)
+        size, size_before = info.tokens_per_block, before.tokens_per_block
+        if pool is not None and size and size_before and size != size_before:  # its events show it
+            pool.placer.resize(engine.id, size_before, size)
         tells = Capability.KV_EVENTS in info.capabilities - before.capabilities
         if tells or info.gpu_blocks != before.gpu_blocks or info.tokenizer != before.tokenizer:
             pool = await self._join(engine, info)  # its model was loaded for the first time, or tried out

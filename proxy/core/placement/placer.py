@@ -156,6 +156,15 @@ class Placer:
             in_use=InUse(gpu) if gpu is not None else None,
         )
 
+    def resize(self, engine: str, before: int, now: int) -> None:
+        """The engine's own block size is another than it told when it was added. It holds what it held."""
+        book = self.books[engine]
+        book.tokens_per_block = max(now, self.tokens_per_block)
+        book.idle = replace(book.idle, tokens_per_block=book.tokens_per_block)
+        book.host_blocks = book.host_blocks * now // before
+        if book.gpu_blocks is not None and book.in_use is not None:
+            book.gpu_blocks = book.in_use.capacity = book.gpu_blocks * now // before
+
     def remove(self, engine: str) -> None:
         """Removes an engine and everything it held."""
         self.index.remove_engine(engine)

@@ -1,4 +1,5 @@
 import asyncio
+from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -25,7 +26,7 @@ from proxy.fleet.engine import FALSE_DOUBTS, EngineState
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.ingest import Ingest
 from proxy.fleet.monitor import FAILURES, Monitor
-from proxy.prompt import RegisteredTables
+from proxy.prompt import Prompt, RegisteredTables
 from proxy.runtime import Supervisor
 from tests.fakes import INFO, FakeAdapter
 from tests.kv_world import until
@@ -371,6 +372,22 @@ class TestChanges:
         await self.change(world, engine, adapter, capabilities=frozenset({Capability.KV_EVENTS}))
         await until(lambda: adapter.subscriptions == 1)
         await self.change(world, engine, adapter, max_model_len=8)
+        assert adapter.subscriptions == 1
+
+    async def test_a_block_size_that_its_events_show_bounds_what_is_predicted(self, world):
+        """As of a TensorRT-LLM that does not report it."""
+        capabilities = frozenset({Capability.KV_EVENTS})
+        info = replace(INFO, capabilities=capabilities, tokens_per_block=32, gpu_blocks=8)
+        engine, adapter = await world.ready(adapter=ChangingAdapter("a", info=info))
+        pool = world.fleet.pools["m"]
+        chain = pool.chain(Prompt(array("i", range(200))))
+        pool.index.store("a", Tier.GPU, chain.hashes[:7])
+        for size, predicted, room in (32, 96, 9), (64, 64, 25):
+            if size != 32:
+                await self.change(world, engine, adapter, tokens_per_block=size)
+            candidates = pool.candidates(chain)
+            assert candidates[0].room == room
+            assert pool.place(candidates, chain).predicted_tokens == predicted
         assert adapter.subscriptions == 1
 
 

@@ -69,6 +69,19 @@ class TestEngines:
         assert (book.ledger, book.gpu_blocks, book.turn, len(book.residents._prompts)) == (running, 7, 0, 0)
         assert placer.index.counts("a") == (0, 0, 0, 0)
 
+    @pytest.mark.parametrize(("own", "told"), [(64, (64, 200, 40)), (8, (16, 25, 5))])
+    def test_another_block_size_changes_what_it_may_hold_and_not_what_it_holds(self, placer, own, told):
+        placer.add("a", tokens_per_block=32, gpu_blocks=50, host_blocks=10)
+        placer.add("b", tokens_per_block=32)
+        serve(placer, 0.0, prompt(1), on="a")
+        for name in "ab":
+            placer.resize(name, 32, own)
+            assert placer.candidate(0.0, name).tokens_per_block == told[0]
+        book = placer.books["a"]
+        assert (book.tokens_per_block, book.gpu_blocks, book.host_blocks) == told
+        assert (book.in_use.capacity, placer.index.held("a", Tier.GPU)) == (told[1], 10)
+        assert placer.books["b"].gpu_blocks is None
+
     def test_what_was_begun_before_it_was_lost_settles_without_a_trace(self, placer):
         chain = prompt(1)
         placement = place(placer, 0.0, chain)
