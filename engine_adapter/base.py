@@ -320,6 +320,10 @@ class EngineAdapter(ABC):
         """Ends a pin; False if there is none with that id [Capability.PIN]."""
         raise self.not_supported(Capability.PIN)
 
+    def holds_pin(self, pin_id: str) -> bool:  # noqa: ARG002 - as above
+        """False for a pin that ended with the adapter that made it. Most engines keep their own pins."""
+        return True
+
     async def put_prompt_table(self, table: PromptTable) -> None:  # noqa: ARG002 - as above
         """Registers a p-tuning table [Capability.PROMPT_TABLES]; registering it twice is fine."""
         raise self.not_supported(Capability.PROMPT_TABLES)

@@ -258,6 +258,9 @@ class TimedPins:
     def __len__(self) -> int:
         return len(self._pins)
 
+    def __contains__(self, pin_id: str) -> bool:
+        return pin_id in self._pins
+
     async def add(
         self, coordinator: Coordinator, scope: Scope, token_ids: array[int], salt: str, ttl_s: float
     ) -> str:

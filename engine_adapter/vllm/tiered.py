@@ -248,6 +248,10 @@ class TieredVllmAdapter(VllmAdapter):
         return await self._pins.remove(pin_id)
 
     @override
+    def holds_pin(self, pin_id: str) -> bool:
+        return pin_id in self._pins
+
+    @override
     async def aclose(self) -> None:
         await self._pins.aclose()
         await self._node.aclose()

@@ -269,10 +269,12 @@ class KvOrders:
         operation.result = {"pin_id": name, "blocks": blocks, "ttl_s": ttl_s}
 
     def _forget_lost(self) -> None:
-        """Drops pins on engines that are gone or were restarted: a process that ends loses its pins."""
+        """Drops pins on engines that are gone or were restarted: a process that ends loses its pins, and so
+        does an adapter that keeps them."""
         for held in self._fleet.pins.active(self._clock()):
-            for name in held.engine_pins:
-                is_gone = name not in self._fleet.engines
+            for name, own in held.engine_pins.items():
+                engine = self._fleet.engines.get(name)
+                is_gone = engine is None or not engine.adapter.holds_pin(own)
                 if is_gone or self._instance(name) not in ("", held.instances[name]):
                     self._fleet.pins.forget_engine(name, partial(_is, held.pin_id))
 

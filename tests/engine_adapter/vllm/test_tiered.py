@@ -339,7 +339,9 @@ class TestOperations:
         assert lmcache.tiers(PROMPT) == ["l1+l2"] * 4
         pinned = await adapter.pin(TARGET, 60)
         assert (pinned.blocks, len(lmcache.pins)) == (8, 4)
+        assert adapter.holds_pin(pinned.pin_id)
         assert await adapter.unpin(pinned.pin_id)
+        assert not adapter.holds_pin(pinned.pin_id)
 
     async def test_of_an_adapter(self, lmcache, adapter):
         await adapter.connect()

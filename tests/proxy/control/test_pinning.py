@@ -74,6 +74,15 @@ async def test_a_restart_ends_the_pins_on_that_engine(world, pinned):
     assert world.kv.active() == []
 
 
+async def test_pins_that_an_adapter_kept_end_with_it(world, pair, pinned):
+    """As those at LMCache's coordinator, when a reload changes the engine."""
+    pair[0].pins.clear()
+    pair[0].holds_pin = pair[0].pins.__contains__
+    assert [held.engines for held in world.kv.active()] == [["b"]]
+    await finished(world.kv.unpin(pinned.result["pin_id"]))
+    assert not pair[1].pins
+
+
 async def test_what_cannot_be_pinned(world):
     world.add(KvFake("a", ALL - {Capability.PIN}))
     with pytest.raises(BadRequest) as caught:
