@@ -305,12 +305,14 @@ class EngineView:
 
     def _found(self, names: Iterable[Name]) -> None:
         """The main group stored these blocks: the further groups' blocks of these names are known now."""
+        known = self._index.groups_of(self._engine)  # none after a flush, until events tell of them again
         for name in names:
             self._ends.pop(name, None)
             for group in self._waiting.pop(name, ()):
-                end = self._end_of(name)
-                assert end is not None  # noqa: S101 - its run was stored
-                self._index.store_group(self._engine, group, (end,))
+                if known is not None and group.number in known.bits:
+                    end = self._end_of(name)
+                    assert end is not None  # noqa: S101 - its run was stored
+                    self._index.store_group(self._engine, group, (end,))
 
     # --- removed -----------------------------------------------------------------------------------
 

@@ -225,6 +225,18 @@ class TestEvents:
         assert both.match().blocks == 0
         assert both.view.complete
 
+    def test_blocks_that_waited_for_their_content_during_a_flush_are_held_by_groups_told_of_since(self, world):
+        """kvpin's order to flush wipes the index before the engine's event says so."""
+        world.store(WINDOW, range(8))
+        world.store(OTHER_WINDOW, range(8))
+        world.index.wipe("a")
+        world.store(None, range(4))
+        assert world.match() == Match(gpu=4)
+        world.store(WINDOW, [8])
+        world.store(None, range(4, 9))
+        assert (world.match().blocks, world.match().lacks) == (9, None)
+        assert world.view._waiting == {}
+
     def test_a_group_of_an_unknown_kind_changes_nothing_and_is_never_firm(self, world):
         unknown = KvGroup(1, Attention.UNKNOWN)
         world.store(None, range(8))
