@@ -274,6 +274,8 @@ class EngineView:
             return
         groups = index.add_group(self._engine, group, size, self._tokens_per_block)
         self.complete = self.complete and groups.is_known
+        if size % self._tokens_per_block:
+            return  # several of its blocks may end at one of the pool's: nothing is predicted of it
         ends = [(name, self._end_of(name)) for name in event.hashes]
         index.store_group(self._engine, group, tuple([end for _, end in ends if end is not None]))
         if len(self._waiting) < MAX_WAITING:

@@ -244,6 +244,18 @@ class TestEvents:
         assert world.match() == Match(gpu=8)
         assert not world.view.complete
 
+    def test_blocks_that_end_inside_the_pools_are_marked_nowhere(self):
+        world = World(pool=4 * POOL)
+        world.store(None, range(8))
+        names = tuple(range(8))
+        world.view.apply(BlocksStored(Tier.GPU, None, names, array("i"), POOL, group=WINDOW))
+        assert (len(world.index), world.view.complete) == (2, False)
+        world.remove(WINDOW, names)
+        assert world.index.counts("a") == (2, 0, 0, 0)
+        world.view.apply(CacheCleared())
+        world.index.store("a", Tier.GPU, [1])
+        assert len(world.index) == 1
+
     def test_what_a_group_holds_on_other_tiers_does_not_count(self, world):
         world.store(None, range(8))
         world.view.apply(BlocksStored(Tier.HOST, None, tuple(range(8)), array("i"), POOL, group=WINDOW))
