@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import count
 from statistics import fmean, median, median_low, quantiles
 from weakref import WeakKeyDictionary
 
@@ -64,7 +64,9 @@ class PoolRates:
         self.epoch = 0  # number that changes when rates change by more than OWN_PACE
         self.learned = False  # any rate was learned
         self._epoch_tok_s = self.prefill_tok_s
-        self._samples: dict[int, deque[tuple[int, float]]] = {}  # octave of tokens → (tokens, seconds)
+        # Octave of tokens → (number, tokens, seconds). A later sample has a higher number.
+        self._samples: dict[int, deque[tuple[int, int, float]]] = {}
+        self._number = count()
         self._points: dict[int, tuple[float, float]] = {}  # octave → medians of those
         self._lengths: list[float] = []  # points of the curve: tokens
         self._seconds: list[float] = []  # and their seconds
@@ -126,11 +128,11 @@ class PoolRates:
             self._points.clear()
         octave = tokens.bit_length()
         samples = self._samples.setdefault(octave, deque(maxlen=WINDOW))
-        samples.append((tokens, seconds / (1 + self.interference * decoding)))
+        samples.append((next(self._number), tokens, seconds / (1 + self.interference * decoding)))
         self._seen[octave] += 1
         if len(samples) == WINDOW and octave in self._points and self._seen[octave] % EACH:
             return
-        self._points[octave] = median([n for n, _ in samples]), median([s for _, s in samples])
+        self._points[octave] = median([n for _, n, _ in samples]), median([s for _, _, s in samples])
         self._redraw()
 
     def answered(self, now: float, answer: AnswerSample) -> None:
@@ -163,11 +165,22 @@ class PoolRates:
         self.measured_tok_s[tier] = median(self._restores[tier])
 
     def _redraw(self) -> None:
-        """Draws the curve through the points, of which there is one, so that it never falls."""
+        """Draws the curve through the points, of which there is one, so that it never falls. Octaves of which
+        the shorter took longer get one median, of the last samples of all of them: the others are old,
+        or too few."""
         self.learned = True
-        points = [self._points[octave] for octave in sorted(self._points)]
-        self._lengths = [tokens for tokens, _ in points]
-        self._seconds = list(accumulate([seconds for _, seconds in points], max))
+        octaves = sorted(self._points)
+        # Seconds, how many octaves have them, and the samples that say so.
+        levels: list[tuple[float, int, list[tuple[int, int, float]]]] = []
+        for octave in octaves:
+            n, last, seconds = 1, [*self._samples.get(octave, ())], self._points[octave][1]
+            while levels and levels[-1][0] > seconds:
+                _, others, before = levels.pop()
+                n, last = n + others, sorted([*before, *last])[-WINDOW:]
+                seconds = median_low([each for _, _, each in last])
+            levels.append((seconds, n, last))
+        self._lengths = [self._points[octave][0] for octave in octaves]
+        self._seconds = [seconds for seconds, n, _ in levels for _ in range(n)]
         self._memo.clear()
         self.prefill_tok_s = TYPICAL_TOKENS / self.prefill_s(TYPICAL_TOKENS)
         if not 1 / OWN_PACE < self.prefill_tok_s / self._epoch_tok_s < OWN_PACE:

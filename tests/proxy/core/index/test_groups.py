@@ -225,7 +225,7 @@ class TestEvents:
         assert both.match().blocks == 0
         assert both.view.complete
 
-    def test_blocks_that_waited_for_their_content_during_a_flush_are_held_by_groups_told_of_since(self, world):
+    def test_blocks_that_wait_during_a_flush_are_held_by_groups_told_of_since(self, world):
         """kvpin's order to flush wipes the index before the engine's event says so."""
         world.store(WINDOW, range(8))
         world.store(OTHER_WINDOW, range(8))

@@ -43,6 +43,20 @@ class TestCurve:
         for tokens in lengths:
             assert rates.prefill_s(tokens) == pytest.approx(tokens / 1000)
 
+    @pytest.mark.parametrize("times", [1, WINDOW])
+    def test_slow_short_prompts_of_long_ago_say_nothing_of_longer_ones(self, rates, times):
+        compute(rates, 100, 30.0, times=times)
+        for _ in range(WINDOW):
+            for tokens in (2000, 4000, 8000):
+                compute(rates, tokens, tokens / 8000)
+        assert [rates.prefill_s(tokens) for tokens in (2000, 4000, 8000)] == [0.25, 0.5, 1.0]
+        assert rates.prefill_s(100) <= 0.25
+
+    def test_prompts_that_are_slower_now_than_longer_ones_once_were_count_for_both(self, rates):
+        compute(rates, 2000, 0.25, times=2 * WINDOW)
+        compute(rates, 1000, 1.0, times=WINDOW)
+        assert (rates.prefill_s(1000), rates.prefill_s(2000)) == (1.0, 1.0)
+
     def test_short_prompts_measure_round_trips_and_no_time_measures_nothing(self, rates):
         compute(rates, 63, 1.0), compute(rates, 1000, 0.0)
         assert rates.prefill_s(1000) == 0.25
