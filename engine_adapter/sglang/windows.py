@@ -18,6 +18,7 @@ import json
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from engine_adapter.types import (
@@ -130,7 +131,7 @@ class Windows:
         if self._capacity is None or len(self._held) + pages <= self._capacity:
             return
         more = len(self._held) + pages - self._capacity
-        dropped = [name for name in self._held if name not in kept][:more]
+        dropped = [*islice((name for name in self._held if name not in kept), more)]
         if self._is_sure:
             self._is_sure = False
             yield ViewCurrent(complete=False)

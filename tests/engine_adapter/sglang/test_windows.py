@@ -112,6 +112,20 @@ class TestLittleMemory:
         ]
         assert followed(windows, WHOLE) == [UNSURE]
 
+    def test_pages_that_stay_are_not_walked_to_find_those_that_go(self):
+        class Counted(dict):
+            walked = 0
+
+            def __iter__(self):
+                for name in super().__iter__():
+                    self.walked += 1
+                    yield name
+
+        windows = started(capacity=1002 * PAGE)
+        windows._held = Counted.fromkeys(range(1000))
+        assert BlocksRemoved(Tier.GPU, (0, 1), GROUP) in followed(windows, run(*range(1000, 1004)))
+        assert windows._held.walked <= 3
+
     def test_a_cleared_cache_is_sure_again(self):
         windows = started(capacity=2 * PAGE)
         assert UNSURE in followed(windows, run(1, 2, 3))
