@@ -27,6 +27,8 @@ HOST_SPEEDUP = 10.0
 DISK_SPEEDUP = 3.0
 MIN_SAMPLE_TOKENS = 64  # the first token of a shorter prompt measures the round trip
 WINDOW = 16  # medians are of this many samples
+# Fewer say nothing. If the first restore was held up and counted, no request would come to teach another.
+MIN_RESTORES = 3
 EACH = 4  # a point of the curve is drawn anew after so many samples of it, once its window is full
 TYPICAL_TOKENS = 1024  # length of a prompt whose rate stands for the whole curve
 # If three quarters of an engine's samples are this far off the usual pace, it is other hardware; less is
@@ -161,8 +163,10 @@ class PoolRates:
 
     def restored(self, tier: Tier, tokens: int, seconds: float) -> None:
         """Restoring `tokens` tokens from `tier` took `seconds`."""
-        self._restores[tier].append(tokens / seconds)
-        self.measured_tok_s[tier] = median(self._restores[tier])
+        rates = self._restores[tier]
+        rates.append(tokens / seconds)
+        if len(rates) >= MIN_RESTORES:
+            self.measured_tok_s[tier] = median(rates)
 
     def _redraw(self) -> None:
         """Draws the curve through the points, of which there is one, so that it never falls. Octaves of which

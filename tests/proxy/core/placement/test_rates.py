@@ -186,16 +186,20 @@ class TestRestores:
         [
             # 100 tokens take 0.1 s of each: 2,000 were restored in 0.4, 0.2 and 8.9 s.
             ([(0.5, 100, 2000), (0.3, 100, 2000), (9.0, 100, 2000)], 0.2, 0.6),
-            ([(1.0, 0, 5000), (1.0, 0, 400, 500)], 0.2, 1000 / 900),  # mostly from disk
-            ([(10.0, 0, 10_000), (5.0, 4000, 1000)], 1.0, 3.0),  # mostly computed: that teaches the curve
+            ([(1.0, 0, 5000), (1.0, 0, 400, 500)] * 3, 0.2, 1000 / 900),  # mostly from disk
+            ([(40.0, 0, 4000), (40.0, 0, 4000)], 1 / HOST_SPEEDUP, 3 / HOST_SPEEDUP),
+            ([*[(10.0, 0, 10_000)] * 3, (5.0, 4000, 1000)], 1.0, 3.0),  # mostly computed: of the curve
             ([(20.0, 1000, 4000)] * (2 * WINDOW), 1 / HOST_SPEEDUP, 3 / HOST_SPEEDUP),
             (
-                [(10.0, 0, 10_000), (2.0, 1000, 1000), (0.5, 1000, 1000), (1.5, 1000, 10_000), (0.1, 0, 63)],
+                [
+                    *[(10.0, 0, 10_000)] * 3,
+                    *((2.0, 1000, 1000), (0.5, 1000, 1000), (1.5, 1000, 10_000), (0.1, 0, 63)),
+                ],
                 1.0,
                 3.0,
             ),
         ],
-        ids=["median", "each tier", "mostly computed", "the engine was held up", "halves teach nothing"],
+        ids=["median", "each tier", "two", "mostly computed", "a delay", "halves teach nothing"],
     )
     def test_are_what_the_rest_of_the_time_leaves(self, rates, restored, host_s, disk_s):
         compute(rates, 1000, 1.0)
