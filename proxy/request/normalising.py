@@ -248,10 +248,7 @@ class Normalising:
         body, route = call.body, call.route
         if not isinstance(body, JsonBody) or route not in ROUTES:
             return None
-        repairs: frozenset[Repair] = frozenset()
-        if lost:
-            needed = _needed(frozenset(lost))
-            repairs = needed if may_need(body, needed) else repairs
+        repairs = _repairs(body, lost)
         if not (self.chosen or repairs or route.startswith(_MESSAGES)):
             return None
         suiting = self._suiting(call, model)
@@ -260,18 +257,18 @@ class Normalising:
             rules |= {Rule.BILLING_LINE}
         if rules & FINDS_VALUES and _may_be_kept(route, body):
             rules -= FINDS_VALUES  # what is shown again, or the next prompt, would have these references
-        if not all(entry.repairs for entry in suiting):
-            repairs = frozenset()
-        if not (rules or repairs):
+        repairs = repairs if all(entry.repairs for entry in suiting) else frozenset()
+        return await _changed(call, body, model, rules, repairs)
+
+    async def repaired(self, chat: Call, model: str, lost: AbstractSet[MessageShape]) -> Changed | None:
+        """A chat that was made of a request of another API, with the repairs that `apply` makes. Rules were
+        applied to the request. None if it stays as it is."""
+        body = chat.body
+        if not isinstance(body, JsonBody) or not (repairs := _repairs(body, lost)):
             return None
-        ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
-        if rules & FINDS_VALUES:
-            n_lines = body.raw.count(b"\\") + body.n_values  # in JSON, a line feed has a backslash
-            ms += len(body.raw) / _SEARCHED_BYTES_PER_MS + n_lines / _SEARCHED_LINES_PER_MS
-        changed = await off_loop(lambda: _applied(call, body, rules, repairs), ms=ms)
-        if changed is not None and (mended := tuple(each for each in changed.by if isinstance(each, Repair))):
-            _tell(call.session, call.tenant, model, mended)
-        return changed
+        if not all(entry.repairs for entry in self._suiting(chat, model)):
+            return None
+        return await _changed(chat, body, model, frozenset(), repairs)
 
     async def with_reasoning(self, chat: Call, model: str) -> tuple[Call, tuple[Rule, ...], Keep | None]:
         """A chat with the reasoning that its client left out, where that rule was chosen; the rule, if it did
@@ -303,6 +300,12 @@ def _needed(lost: frozenset[MessageShape]) -> frozenset[Repair]:
     return frozenset(REPAIRS[shape] for shape in lost)
 
 
+def _repairs(body: JsonBody, lost: AbstractSet[MessageShape]) -> frozenset[Repair]:
+    """The repairs that a body may need; none if it surely needs none."""
+    needed = _needed(frozenset(lost)) if lost else frozenset[Repair]()
+    return needed if needed and may_need(body, needed) else frozenset()
+
+
 def _rules_of(chosen: Sequence[ChosenRules]) -> frozenset[Rule]:
     return frozenset[Rule]().union(*(entry.rules for entry in chosen))
 
@@ -315,6 +318,21 @@ def _tell(session: Session | None, tenant: str | None, model: str, repairs: tupl
 
 
 NO_RULES = Normalising()  # no rule was chosen
+
+
+async def _changed(
+    call: Call, body: JsonBody, model: str, rules: AbstractSet[Rule], repairs: frozenset[Repair]
+) -> Changed | None:
+    if not (rules or repairs):
+        return None
+    ms = 2 * len(body.raw) / JSON_BYTES_PER_MS + body.n_values / VALUES_PER_MS
+    if rules & FINDS_VALUES:
+        n_lines = body.raw.count(b"\\") + body.n_values  # in JSON, a line feed has a backslash
+        ms += len(body.raw) / _SEARCHED_BYTES_PER_MS + n_lines / _SEARCHED_LINES_PER_MS
+    changed = await off_loop(lambda: _applied(call, body, rules, repairs), ms=ms)
+    if changed is not None and (mended := tuple(each for each in changed.by if isinstance(each, Repair))):
+        _tell(call.session, call.tenant, model, mended)
+    return changed
 
 
 def _applied(

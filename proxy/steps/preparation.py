@@ -216,8 +216,11 @@ class Preparation:
         if self.normalising.chosen:
             call, kept, keep = await self.normalising.with_reasoning(call, to.pool.model)
         changed = retention = translation = None
-        if self.normalising.may_apply(call, to.pool.lost_shapes):
-            changed = await self.normalising.apply(call, to.pool.model, to.pool.lost_shapes)
+        is_made = call.route in self.translations and call.route in to.pool.served_as_chats
+        # If a chat is made of it, that is repaired: earlier turns may stand there alone.
+        lost = frozenset() if is_made else to.pool.lost_shapes
+        if self.normalising.may_apply(call, lost):
+            changed = await self.normalising.apply(call, to.pool.model, lost)
         if changed is not None:
             call = changed.call
         if self.reuse and call.runs_prompt and to.pool.prompts is not None:
@@ -227,9 +230,7 @@ class Preparation:
         if translation is None:
             ready = await self._ready(call, to, retention)
         else:
-            noted = (*call.changed, *translation.changed)
-            chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=noted)
-            chat, kept, keep = await self.normalising.with_reasoning(chat, to.pool.model)
+            chat, kept, keep = await self._chat(call, translation, to.pool)
             with translation.wording.errors(*ANSWERED):
                 ready = await self._ready(chat, to, retention, counts=translation.counts)
             ready = replace(ready, translation=translation)
@@ -266,6 +267,22 @@ class Preparation:
         ms = len(body.raw) / JSON_BYTES_PER_MS + _WORK_OF_A_VALUE * body.n_values / VALUES_PER_MS
         ms = math.inf if is_long else ms
         return await off_loop(lambda: translate(body, call.tenant), ms=ms)
+
+    async def _chat(
+        self, call: Call, translation: Translation, pool: Pool
+    ) -> tuple[Call, tuple[Change, ...], Keep | None]:
+        """The chat that a request was translated into, with the reasoning that it lacks, and repaired; what
+        changed it; and what keeps the reasoning of its answer."""
+        noted = (*call.changed, *translation.changed)
+        chat = replace(call, path=CHAT_PATH, body=translation.chat, changed=noted)
+        chat, by, keep = await self.normalising.with_reasoning(chat, pool.model)
+        mended = await self.normalising.repaired(chat, pool.model, pool.lost_shapes)
+        if mended is None:
+            return chat, by, keep
+        translation.wording = dataclasses.replace(
+            translation.wording, places=()
+        )  # these are of other messages
+        return mended.call, (*mended.by, *by), keep
 
     async def _ready(
         self, call: Call, to: Destination, retention: Retention | None, *, counts: bool = False

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from engine_adapter import JsonBody
 from engine_adapter.prompt.template_trials import MessageShape
+from engine_adapter.types import TRANSLATED_ROUTES
 from proxy.core.message_repair import Repair
 from proxy.core.misses import detail_of
 from proxy.core.normalise import AGENTS, Rule
@@ -254,3 +255,102 @@ async def test_a_repair_is_in_the_log_once_for_each_session():
             assert changed.body.view("messages") == [{"role": "user", "content": "A\n\nB"}]
     assert [entry["repairs"] for entry in logs] == ["turns_alternate"] * 3
     assert "talk-1" not in str(logs)
+
+
+TAKES_TOOLS = STRICT.replace(
+    "{{ m.content }}",
+    "{{ m.content | default('None') }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}",
+).replace("not loop.first", "not loop.first or m.role == 'developer'")
+RULES, LATE = ({"role": "developer", "content": text} for text in ("RULES", "new rule"))
+CALL_ITEM = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+RESULT_ITEM = {"type": "function_call_output", "call_id": "1", "output": "7"}
+
+
+def user_item(text):
+    return {"role": "user", "content": text}
+
+
+class TestRepairsOfTranslatedChats:
+    """What is repaired of a request that kvpin serves as a chat is the chat, with the stored turns in it."""
+
+    @pytest.fixture
+    async def ask(self, engine, strict_tokenizer):
+        """Asks for a response; gives the chat's messages, as role and content, and the answer."""
+        (strict_tokenizer / "chat_template.jinja").write_text(TAKES_TOOLS)
+        info = replace(INFO, tokenizer=str(strict_tokenizer), served_as_chats=TRANSLATED_ROUTES)
+        engine.script = sends(
+            {"choices": [{"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"}]}
+        )
+        adapter = FakeAdapter("a", engine.url, info)
+        async with proxy_over(adapter, reuse=True) as proxy, client_of(proxy) as client:
+            await until(lambda: proxy.fleet.engines["a"].is_proven)
+
+            async def ask(path="/v1/responses", status=200, **fields):
+                answer = await client.post(path, json={"model": "m", **fields})
+                await proxy.settled()
+                assert answer.status_code == status, answer.text
+                sent = json.loads(engine.seen[-1].body)["messages"] if engine.seen else []
+                return [(each["role"], each["content"]) for each in sent], answer
+
+            yield ask
+
+    async def test_a_developers_message_stays_in_the_stored_turn(self, ask):
+        begun, first = await ask(instructions="A", input=[RULES, user_item("first")])
+        assert begun == [("system", "A\n\nRULES"), ("user", "first")]
+        assert first.headers["x-kvpin-normalised"] == "developer_as_system,systems_joined"
+        assert first.json()["instructions"] == "A"
+        sent, _ = await ask(instructions="A", input="second", previous_response_id=first.json()["id"])
+        assert sent == [*begun, ("assistant", "ok"), ("user", "second")]
+
+    async def test_a_late_one_leaves_what_stands_before_it(self, ask):
+        begun, first = await ask(instructions="A", input="first")
+        late = {"instructions": "A", "input": [LATE, user_item("second")]}
+        sent, second = await ask(**late, previous_response_id=first.json()["id"])
+        told = ("user", "<system>\nnew rule\n</system>\n\nsecond")
+        assert sent == [*begun, ("assistant", "ok"), told]
+        sent, _ = await ask(instructions="A", input="third", previous_response_id=second.json()["id"])
+        assert sent == [*begun, ("assistant", "ok"), told, ("assistant", "ok"), ("user", "third")]
+
+    @pytest.mark.parametrize("instructions", [{}, {"instructions": "A"}], ids=["none", "new"])
+    async def test_the_head_of_an_input_is_not_that_of_the_talk(self, ask, instructions):
+        _, first = await ask(input=[RULES, user_item("first")])
+        goes_on = {"input": [LATE, user_item("second")], "previous_response_id": first.json()["id"]}
+        sent, _ = await ask(**goes_on, **instructions)
+        assert sent == [
+            ("system", "A\n\nRULES" if instructions else "RULES"), ("user", "first"), ("assistant", "ok"),
+            ("user", "<system>\nnew rule\n</system>\n\nsecond"),
+        ]  # fmt: skip
+
+    async def test_a_call_has_a_text_beside_it(self, ask):
+        sent, answer = await ask(input=[user_item("first"), CALL_ITEM, RESULT_ITEM])
+        assert sent == [("user", "first"), ("assistant", ""), ("tool", "7")]
+        assert answer.headers["x-kvpin-normalised"] == "null_as_empty"
+
+    @pytest.mark.parametrize("route", ["/v1/responses/input_tokens", "/v1/messages/count_tokens"])
+    async def test_a_count_is_that_of_the_repaired_chat(self, ask, route):
+        talk = [user_item("first"), {"role": "system", "content": "late"}]
+        name = "input" if route.startswith("/v1/responses") else "messages"
+        _, counted = await ask(route, **{name: talk})
+        said = "first\n\n<system>\nlate\n</system>"
+        _, plainly = await ask(route, **{name: [user_item(said)]})
+        assert counted.json() == plainly.json()
+
+    async def test_a_message_is_repaired_with_the_turn_that_its_answer_goes_on_with(self, ask, engine):
+        talk = [
+            user_item("first"),
+            {"role": "system", "content": "late"},
+            {"role": "assistant", "content": "I"},
+        ]
+        sent, _ = await ask("/v1/messages", max_tokens=4, messages=talk)
+        assert sent == [("user", "first\n\n<system>\nlate\n</system>"), ("assistant", "I")]
+        assert engine.seen[-1].json["continue_final_message"] is True
+
+    @pytest.mark.parametrize(("more", "place"), [([], "input[1].content"), ([RULES, RULES], "input")])
+    async def test_an_error_names_no_other_place(self, ask, engine, more, place):
+        async def refuses(exchange):
+            await exchange.send({"error": {"message": "odd", "param": "messages[1].content"}}, status=400)
+
+        engine.script = refuses
+        asked = [*more, user_item("first"), user_item("second")]
+        _, answer = await ask(input=asked, status=400)
+        assert answer.json()["error"]["param"] == place
