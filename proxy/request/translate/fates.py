@@ -137,7 +137,11 @@ RESPONSE_ITEMS: Rows = {
         "program_output",
         "shell_call", "shell_call_output", "web_search_call",
     ),
-    **_rows(Fate.LEFT_OUT, "only the service can read it", "compaction", "image_generation_call"),
+    **_rows(Fate.MOVED, "a message of the user; encrypted parts are left out", "agent_message"),
+    **_rows(
+        Fate.LEFT_OUT, "only the service can read it", "compaction", "context_compaction",
+        "image_generation_call",
+    ),
     **_rows(
         Fate.LEFT_OUT, "only tools of `tools` are offered", "additional_tools", "mcp_approval_request",
         "mcp_approval_response", "mcp_list_tools", "tool_search_call", "tool_search_output",

@@ -23,6 +23,7 @@ from proxy.request.translate.wording import Place
 
 # Prefix of reasoning that kvpin wrote as `encrypted_content`. It is the client's own answer and no secret.
 _REASONING = "kvpin."
+_ENCRYPTED = "gAAAA"  # what OpenAI encrypts begins so
 # The argument of the function that stands for a custom tool.
 CUSTOM_ARGUMENT = "input"
 _ROLES = ("user", "assistant", "system", "developer")
@@ -101,27 +102,16 @@ class Messages:
                 "call_id": str(call_id),
                 "output": str() | list() as output,
             }:
-                self.all.append(
-                    {
-                        "role": "tool",
-                        "content": self._result(output, f"{param}.output"),
-                        "tool_call_id": call_id,
-                    }
-                )
+                text = self._result(output, f"{param}.output")
+                self.all.append({"role": "tool", "content": text, "tool_call_id": call_id})
+            case {"type": "agent_message", "content": list() as content}:
+                if text := "\n".join(filter(None, map(_of_agent, content))):
+                    self.all.append({"role": "user", "content": text})
             case {"type": "reasoning"}:
                 if thought := _thought(item):
                     self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
-            case {"role": str(role), "content": str() | list()} if role not in _ROLES:
-                roles = ", ".join(_ROLES)
-                raise BadRequest(f"{param}.role is {role!r}; it can be {roles}", param=f"{param}.role")
-            case {"type": str(kind)}:
-                why = f"an item of type {kind!r} with these fields cannot be served"
-                why = why if kind in RESPONSE_ITEMS else f"items of type {kind!r} are unknown"
-                raise BadRequest(f"{param}: {why}", param=param)
             case _:
-                raise BadRequest(
-                    f"{param} is no item: it has neither a role with a content nor a type", param=param
-                )
+                raise _unknown(item, param)
 
     def _result(self, output: str | list[Any], param: str) -> str:
         """The text of a tool's result; its images follow in a message of the user."""
@@ -144,6 +134,20 @@ class Messages:
         if last.get("role") != "assistant" or any(last.get(name) for name in taken):
             self.all.append({"role": "assistant", "content": None})
         return self.all[-1]
+
+
+def _unknown(item: Json, param: str) -> BadRequest:
+    match item:
+        case {"role": str(role), "content": str() | list()} if role not in _ROLES:
+            return BadRequest(
+                f"{param}.role is {role!r}; it can be {', '.join(_ROLES)}", param=f"{param}.role"
+            )
+        case {"type": str(kind)}:
+            why = f"an item of type {kind!r} with these fields cannot be served"
+            why = why if kind in RESPONSE_ITEMS else f"items of type {kind!r} are unknown"
+        case _:
+            why = "no item: it has neither a role with a content nor a type"
+    return BadRequest(f"{param}: {why}", param=param)
 
 
 def flat_name(named: Json) -> str:
@@ -237,6 +241,17 @@ def _said(content: str | Sequence[Any], param: str) -> str:
                 at = f"{param}[{index}]"
                 raise BadRequest(f"{at} is no part of an answer: it must be output_text or refusal", param=at)
     return "".join(texts)
+
+
+def _of_agent(part: Any) -> str:  # noqa: ANN401 - JSON
+    """What a part of an agent's message says. Codex names even a plain text encrypted."""
+    match part:
+        case {"type": "input_text", "text": str(text)}:
+            return text
+        case {"type": "encrypted_content", "encrypted_content": str(text)} if not text.startswith(_ENCRYPTED):
+            return text
+        case _:
+            return ""
 
 
 def _thought(item: Json) -> str:

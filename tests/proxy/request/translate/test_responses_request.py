@@ -282,6 +282,24 @@ def test_reasoning_that_cannot_be_read_is_left_out(item):
     assert messages_of(item) == []
 
 
+SEALED = {"type": "encrypted_content", "encrypted_content": "gAAAAx"}
+TASK = {"type": "encrypted_content", "encrypted_content": "Find it."}
+
+
+@pytest.mark.parametrize(
+    ("content", "messages"),
+    [
+        ([text("Find it."), text("Now.")], [user("Find it.\nNow.")]),
+        ([text("Find it."), SEALED], [user("Find it.")]),
+        ([TASK], [user("Find it.")]),  # Codex writes it so for a model that is not OpenAI's
+        ([SEALED, 7], []),
+    ],
+)
+def test_what_agents_say_to_one_another_is_the_users(content, messages):
+    told = {"type": "agent_message", "author": "/root", "recipient": "/root/a", "content": content}
+    assert messages_of(told) == messages
+
+
 def test_the_items_of_a_turn_are_one_message():
     calls = [CALLED, CALLED | {"id": "c2"}]
     assert messages_of(THOUGHT, said("Let me see."), CALL, CALL | {"call_id": "c2"}, OUTPUT, said("4 m")) == [
@@ -362,8 +380,8 @@ def test_a_growing_talk_keeps_the_messages_of_each_request(between):
 
 def test_what_a_service_did_is_text_of_the_answer():
     searched = {"type": "web_search_call", "id": "ws", "action": {"type": "search", "query": "tides"}}
-    compacted = {"type": "compaction", "encrypted_content": "x"}
-    history = [user("a"), THOUGHT, searched, compacted, said("High."), user("b")]
+    compacted = [{"type": f"{kind}compaction", "encrypted_content": "x"} for kind in ("", "context_")]
+    history = [user("a"), THOUGHT, searched, *compacted, said("High."), user("b")]
     assert messages_of(*history)[1] == assistant("\ntides\nHigh.", reasoning_content="Hm.")
     assert messages_of(*history)[:2] == messages_of(*history[:-1])
 
