@@ -122,7 +122,8 @@ RESPONSE_ITEMS: Rows = {
     **_rows(Fate.KEPT, "a message", "message"),
     **_rows(Fate.KEPT, "the item that it names", "item_reference"),
     **_rows(
-        Fate.MOVED, "`reasoning_content`; `encrypted_content` of another server is left out", "reasoning",
+        Fate.MOVED, "`reasoning_content`; of an item without a text, that of the kept item with its id. "
+        "`encrypted_content` of another server is left out", "reasoning",
     ),
     **_rows(Fate.MOVED, "`tool_calls` of the assistant's message", "function_call", "custom_tool_call"),
     **_rows(

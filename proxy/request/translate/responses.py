@@ -33,6 +33,7 @@ from proxy.request.translate.responses_items import (
     Output,
     flat_name,
     listed,
+    thought,
 )
 from proxy.request.translate.responses_store import MAX_ID, ResponseStore, TenantResponses, Turn
 from proxy.request.translate.translation import (
@@ -158,17 +159,20 @@ def _items(body: JsonBody, shelf: TenantResponses, room: _Room, *, needed: bool)
 def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Json:  # noqa: ANN401 - JSON
     match item:
         case {"id": str(item_id), **rest} if rest in ({}, {"type": "item_reference"}, {"type": None}):
-            found = shelf.item(item_id)
-            if found is None:
+            if (found := shelf.item(item_id)) is None:
                 raise NotFound(f"Item with id {item_id[:MAX_ID]!r} not found.", param=f"{param}.id")
-            room.take(len(found), f"{param}.id")
-            room.has_items = True
-            named: Json = msgspec.json.decode(found)
-            return named
+        case {"type": "reasoning", "id": str(item_id)} if not thought(item):
+            found = shelf.item(item_id)
         case dict():
-            return item
+            found = None
         case _:
             raise BadRequest(f"{param} must be an object", param=param)
+    named: Json = item
+    if found is not None:
+        room.take(len(found), f"{param}.id")
+        room.has_items = True
+        named = msgspec.json.decode(found)
+    return named
 
 
 def _turn(previous: Turn | None, items: list[Json], response_id: str) -> Turn:

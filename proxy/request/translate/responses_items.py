@@ -108,8 +108,8 @@ class Messages:
                 if text := "\n".join(filter(None, map(_of_agent, content))):
                     self.all.append({"role": "user", "content": text})
             case {"type": "reasoning"}:
-                if thought := _thought(item):
-                    self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+                if text := thought(item):
+                    self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
             case _:
                 raise _unknown(item, param)
 
@@ -175,9 +175,9 @@ def custom_input(arguments: str) -> str:
         return arguments
 
 
-def sealed(thought: str) -> str:
+def sealed(text: str) -> str:
     """Reasoning as `encrypted_content`, for clients that send back nothing else of it."""
-    return _REASONING + base64.b64encode(thought.encode()).decode()
+    return _REASONING + base64.b64encode(text.encode()).decode()
 
 
 def listed(item: Json, item_id: str) -> Json:
@@ -254,7 +254,7 @@ def _of_agent(part: Any) -> str:  # noqa: ANN401 - JSON
             return ""
 
 
-def _thought(item: Json) -> str:
+def thought(item: Json) -> str:
     """The text of a reasoning item; empty for one of another server, or of which only a summary is left."""
     match item:
         case {"content": [*parts]} if parts:
@@ -385,8 +385,8 @@ class Output:
 
     def add(self, delta: ChatMessage, logprobs: list[Raw]) -> Iterator[ItemEvent]:
         """Takes what a chunk adds, and gives the events that say so."""
-        if thought := delta.thoughts:
-            yield from self._write("reasoning_text", thought, [])
+        if text := delta.thoughts:
+            yield from self._write("reasoning_text", text, [])
         if delta.content:
             yield from self._write("output_text", delta.content, logprobs)
         if delta.refusal:

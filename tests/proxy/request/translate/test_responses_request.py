@@ -428,6 +428,19 @@ class TestState:
         assert by_name.chat.raw == by_items.chat.raw == by_reference.chat.raw
         assert json.loads(by_name.chat.raw)["messages"][0] == {"role": "user", "content": "hi"}
 
+    @pytest.mark.parametrize("content", [{}, {"content": []}, {"content": None, "encrypted_content": None}])
+    def test_reasoning_that_is_named_alone_is_that_of_the_answer(self, content):
+        """LangChain keeps a stream's first event of it, which is empty, and OpenAI knows it by its id."""
+        store = ResponseStore()
+        response = answered(translation(store=store), reasoning_content="Hm.", content="a")
+        thought, item = response["output"]
+        bare = {"type": "reasoning", "id": thought["id"], "summary": [], **content}
+        made = translation(store=store, input=[bare, item])
+        assert json.loads(made.chat.raw)["messages"] == [assistant("a", reasoning_content="Hm.")]
+        assert json.loads(made.source.raw)["input"][0] == thought
+        for other in (translation("else", store, input=[bare, item]), translation(input=[bare, item])):
+            assert json.loads(other.chat.raw)["messages"] == [assistant("a")]
+
     def test_the_source_has_the_items_that_a_request_names(self):
         store = ResponseStore()
         response = answered(translation(store=store), content="a")
