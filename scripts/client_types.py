@@ -1,4 +1,4 @@
-"""The types of tools, blocks and items, and the fields, that the clients of two APIs know.
+"""The types of tools, blocks (also of results) and items, and the fields, that the clients of two APIs know.
 
 scripts/client_types.py [DIRECTORY]...     prints them, of the packages `anthropic` and `openai` found there
 
@@ -18,6 +18,7 @@ _WHERE = {
     "anthropic": {
         "tools": ("types/beta/beta_tool_union_param.py", "BetaToolUnionParam"),
         "blocks": ("types/beta/beta_content_block_param.py", "BetaContentBlockParam"),
+        "results": ("types/beta/beta_tool_result_block_param.py", "Content"),
         "fields": ("types/beta/message_create_params.py", "MessageCreateParamsBase"),
     },
     "openai": {

@@ -65,7 +65,10 @@ MESSAGE_BLOCKS: Rows = {
         "mcp_tool_use", "server_tool_use", "text_editor_code_execution_tool_result", "web_fetch_tool_result",
         "web_search_tool_result",
     ),
-    **_rows(Fate.LEFT_OUT, "only the service can read it", "container_upload", "redacted_thinking"),
+    **_rows(
+        Fate.LEFT_OUT, "only the service can read it", "browser_state", "container_upload",
+        "redacted_thinking",
+    ),
     **_rows(
         Fate.LEFT_OUT, "all tools are in the prompt", "mcp_tool_listing", "tool_addition", "tool_reference",
         "tool_removal", "tool_search_tool_result",

@@ -119,9 +119,16 @@ class _ToolReference(Struct, tag="tool_reference"):
     pass
 
 
+class _BrowserState(Struct, tag="browser_state"):
+    pass
+
+
+_Shown = _Text | _Image | _Document | _SearchResult | _ToolReference | _BrowserState
+
+
 class _ToolResult(Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[_Text | _Image | _Document | _SearchResult | _ToolReference] | None = None
+    content: str | list[_Shown] | None = None
     is_error: bool | None = None
 
 
@@ -141,14 +148,13 @@ class _OfService(Struct):
         return f"\n{text}\n" if text else ""
 
 
-_Shown = _Text | _Image | _Document | _SearchResult | _ToolReference
 if TYPE_CHECKING:
     _Block = _Shown | _Thinking | _ToolUse | _ToolResult | _OfService
 else:
     _OF_SERVICE = [
         msgspec.defstruct(f"_OfService_{kind}", [], bases=(_OfService,), tag=kind)
         for kind, row in MESSAGE_BLOCKS.items()
-        if row.fate in TOLD and kind != "tool_reference"
+        if row.fate in TOLD and kind not in ("tool_reference", "browser_state")
     ]
     _Block = Union[_Shown, _Thinking, _ToolUse, _ToolResult, *_OF_SERVICE]
 
@@ -421,8 +427,8 @@ def _parts(block: _Shown, path: str) -> list[dict[str, Any]]:
         case _SearchResult():
             texts = [block.title, block.source, *(each.text for each in block.content)]
             return [_text_part("\n".join(texts))]
-        case _ToolReference():
-            return []  # all tools are in the prompt
+        case _ToolReference() | _BrowserState():
+            return []
 
 
 def _document(block: _Document, path: str) -> list[dict[str, Any]]:

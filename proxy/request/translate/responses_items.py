@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ _ENCRYPTED = "gAAAA"  # what OpenAI encrypts begins so
 CUSTOM_ARGUMENT = "input"
 _ROLES = ("user", "assistant", "system", "developer")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
+_AUDIO = re.compile(r"data:audio/(?:x-)?(\w+)(?:;[^,;]*)*;base64,(.*)", re.DOTALL)  # Codex's audio_url
 _SAID = frozenset({"output_text", "input_text", "text"})
 
 
@@ -216,14 +218,16 @@ def _part(part: Any, param: str) -> Json:  # noqa: ANN401 - JSON
             return {"type": "image_url", "image_url": image, **named}
         case {"type": "input_audio", "input_audio": dict(audio)}:
             return {"type": "input_audio", "input_audio": audio}
+        case {"type": "input_audio", "audio_url": str(url)} if (found := _AUDIO.fullmatch(url)) is not None:
+            form = {"mpeg": "mp3"}.get(found[1], found[1])
+            return {"type": "input_audio", "input_audio": {"data": found[2], "format": form}}
         case {"type": "input_image"}:
             raise BadRequest(f"{param}: images are served by image_url, not by file_id", param=param)
         case {"type": "input_file"}:
             raise BadRequest(f"{param}: files are not served; send their text as input_text", param=param)
         case _:
-            raise BadRequest(
-                f"{param} is no part: it must be input_text, input_image or input_audio", param=param
-            )
+            kinds = "input_text, input_image, or input_audio with data and format or a data URL"
+            raise BadRequest(f"{param} is no part: it must be {kinds}", param=param)
 
 
 def _said(content: str | Sequence[Any], param: str) -> str:

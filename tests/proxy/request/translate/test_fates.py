@@ -1,7 +1,10 @@
 """The tables of what becomes of each part of a request, beside the types that clients know."""
 
 import importlib.util
+import json
 from pathlib import Path
+
+import pytest
 
 from proxy.request.translate.fates import (
     MESSAGE_BLOCKS,
@@ -15,10 +18,13 @@ from proxy.request.translate.fates import (
 )
 from scripts.client_types import types_of
 
+ROOT = Path(__file__).parents[4]
 TABLES = {
-    "anthropic": {"tools": MESSAGE_TOOLS, "blocks": MESSAGE_BLOCKS, "fields": MESSAGE_FIELDS},
+    "anthropic": {
+        "tools": MESSAGE_TOOLS, "blocks": MESSAGE_BLOCKS, "results": MESSAGE_BLOCKS, "fields": MESSAGE_FIELDS,
+    },
     "openai": {"tools": RESPONSE_TOOLS, "items": RESPONSE_ITEMS, "fields": RESPONSE_FIELDS},
-}
+}  # fmt: skip
 
 
 def without_fate(types, tables):
@@ -33,6 +39,12 @@ def test_the_installed_package_has_no_type_without_a_fate():
     types = types_of("openai", Path(spec.submodule_search_locations[0]))
     assert all(len(types[what]) > 10 for what in TABLES["openai"])
     assert without_fate(types, TABLES["openai"]) == {what: [] for what in TABLES["openai"]}
+
+
+@pytest.mark.parametrize("package", TABLES)
+def test_the_committed_list_has_no_type_without_a_fate(package):
+    types = json.loads((ROOT / "tests/data/client_types.json").read_text("utf-8"))[package]
+    assert without_fate(types, TABLES[package]) == {what: [] for what in TABLES[package]}
 
 
 def test_texts_of_what_a_service_wrote():

@@ -98,6 +98,7 @@ def tool(content):
         (user([result([text("4"), text("m")])]), [tool("4\nm")]),
         (user([result()]), [tool("")]),
         (user([result([{"type": "tool_reference"}])]), [tool("")]),
+        (user([result([text("4 m"), {"type": "browser_state", "tabs": []}])]), [tool("4 m")]),
         (user([result("no boat", is_error=True)]), [tool("Error: no boat")]),
         # What the user says and images of results follow all results.
         (user([result([text("a"), IMAGE]), result("b"), text("And?")]),

@@ -212,6 +212,7 @@ OUTPUT_SAID = {"role": "tool", "content": "4 m", "tool_call_id": "c1"}
 IMAGE = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
 SHOWN = {"type": "image_url", "image_url": {"url": "data:,x"}}
 AUDIO = {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}
+MP3 = {"type": "input_audio", "input_audio": {"data": "AA", "format": "mp3"}}
 
 
 def messages_of(*items, instructions=None):
@@ -253,6 +254,8 @@ def assistant(content, **fields):
             user([{"type": "image_url", "image_url": {"url": "data:,x", "detail": "low"}, "uuid": "u"}]),
         ),
         (user([AUDIO]), user([AUDIO])),
+        (user([{"type": "input_audio", "audio_url": "data:audio/wav;base64,AA"}]), user([AUDIO])),
+        (user([{"type": "input_audio", "audio_url": "data:audio/mpeg;base64,AA"}]), user([MP3])),
         (said("a", "b"), assistant("ab")),
         (assistant("ab"), assistant("ab")),
         (said() | {"content": [{"type": "refusal", "refusal": "no"}]}, assistant("no")),
