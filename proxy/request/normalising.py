@@ -291,7 +291,9 @@ def _may_be_kept(route: str, body: JsonBody) -> bool:
     """True if the request and its answer may be kept, by the engine or kvpin, and be shown or continued
     later: responses unless the client says no, chats only if it asks for that."""
     store = body.get("store")
-    return (route == RESPONSES_PATH and store is not False) or (route == CHAT_PATH and store is True)
+    if route.startswith(RESPONSES_PATH):  # or a count of its prompt
+        return store is not False
+    return route == CHAT_PATH and store is True
 
 
 @lru_cache

@@ -70,9 +70,9 @@ def proxy_options():
     return {"reuse": True, "tenants": tenants, "normalising": DATES}
 
 
-def served_as_chats(client, route):
+def served_as_chats(client, *routes):
     engine = client.proxy.fleet.engines["a"]
-    engine.info = replace(engine.info, served_as_chats=frozenset({route}))
+    engine.info = replace(engine.info, served_as_chats=frozenset(routes))
 
 
 async def ask(client, body, tenant="red", path=CHAT):
@@ -166,6 +166,14 @@ RESPONSE = {"model": "m", "instructions": "The directory is /home/me/x.", "input
 async def test_an_answer_that_an_engine_keeps_has_no_reference(client, path, body, rules):
     await ask(client, body, "blue", path)
     assert client.proxy.last.normalised == rules
+
+
+@pytest.mark.parametrize("store", [{}, {"store": False}])
+async def test_a_count_of_a_response_is_that_of_its_prompt(client, store):
+    served_as_chats(client, "/v1/responses", "/v1/responses/input_tokens")
+    counted = await ask(client, {**RESPONSE, **store}, "blue", "/v1/responses/input_tokens")
+    await ask(client, {**RESPONSE, **store}, "blue", "/v1/responses")
+    assert counted.json()["input_tokens"] == client.proxy.last.n_tokens
 
 
 async def test_a_response_that_kvpin_keeps_has_no_reference(engine, client):
