@@ -160,6 +160,8 @@ def read_chat(content: bytes) -> Chat:
 Json = dict[str, Any]
 CHAT_PATH = "/v1/chat/completions"
 BROKEN_OFF = "the engine broke off its answer"
+_ABORTED = "abort"  # the `finish_reason` of vLLM and SGLang where they stop a request, for example to sleep
+_CUT = (None, _ABORTED)  # an answer that does not say why it ended was cut, too
 
 
 def forced(name: str, n_tools: int) -> str | Json:
@@ -232,7 +234,7 @@ class Translation(Stage, ABC):
         if self._is_over:
             return ()
         self._is_over = True
-        if self._is_garbled or self.finish is None:  # it does not say why it ended
+        if self._is_garbled or self.finish in _CUT:
             return self.failure(None)
         return self.last()
 
@@ -242,6 +244,8 @@ class Translation(Stage, ABC):
         if choice is None or choice.message is None:
             raise EngineFailed("the engine's answer is not that of a chat")
         self._note(chat, choice)
+        if self.finish == _ABORTED:
+            raise EngineFailed(BROKEN_OFF)
         return self.whole(choice)
 
     def _of_chunk(self, event: Event) -> Iterable[Event]:

@@ -134,6 +134,7 @@ def translated(route):
     [
         (DONE,),
         (chunk(finish="stop"), b"what?", DONE),
+        (chunk(finish="abort"), DONE),  # of vLLM and SGLang, where they stop a request
         *((garbage, chunk({"content": "y"}, "stop"), DONE)
           for garbage in (b"what?", b'{"choices": 5}', b'{"choices": [{"de', b"[" * 9999, b"\xff")),
     ],
@@ -194,6 +195,14 @@ async def test_an_answer_that_cannot_be_translated_is_a_502(engine, client, rout
     )
     record = client.proxy.last
     assert (record.status, record.cause, record.attempts) == (502, "engine_garbled", ["a"])
+
+
+@pytest.mark.parametrize("route", [MESSAGES, RESPONSES])
+async def test_an_answer_that_its_engine_cut_off_is_a_502(engine, client, route):
+    engine.script = sends({"choices": [{"message": {"content": "hi"}, "finish_reason": "abort"}]})
+    answer = await ask(client, route)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["message"] == "the engine broke off its answer"
 
 
 async def test_errors_of_the_engine_are_in_the_clients_words(engine, client):
