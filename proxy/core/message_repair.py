@@ -1,7 +1,8 @@
 """Repairs that bring the messages of a conversation into a shape that its chat template keeps.
 
-They work on the fields of chats, of Anthropic's messages and of OpenAI's responses, in the client's own form.
-What a message becomes depends only on those next to it: the next request of a conversation begins alike.
+They work on the fields of chats, also of those that kvpin makes of messages and responses, and of responses
+that engines serve themselves. What a message becomes depends only on those next to it: the next request of a
+conversation begins alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from proxy.core.normalise import Fields, Step, changed_by, is_system, with_text,
 
 NO_CONTENT = "(no content)"
 """The text of a turn that had to be put in."""
-_LISTS = {"messages": "system", "input": "instructions"}  # → the field whose text stands before them
+# List → the field whose text stands before it, if there is one.
+_LISTS = {"messages": "", "input": "instructions"}
 _THOUGHTS = ("reasoning_content", "reasoning")
 _Kind = Literal["system", "user", "assistant", "call", "result"]
 _KINDS: Mapping[str, _Kind] = {"system": "system", "developer": "system", "user": "user", "tool": "result"}
@@ -51,14 +53,13 @@ def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any],
 
 
 _MARKS: Mapping[Repair, tuple[bytes, ...]] = {  # one of these is in each body that needs the repair
-    Repair.CALL_AS_TEXT: (b'"tool_calls"', b'"tool_use"', b'_call"'),
-    Repair.RESULT_IN_TURN: (b'"tool"', b'"tool_result"', b'_call_output"'),
+    Repair.CALL_AS_TEXT: (b'"tool_calls"', b'_call"'),
+    Repair.RESULT_IN_TURN: (b'"tool"', b'_call_output"'),
     Repair.NULL_AS_EMPTY: (b'"tool_calls"',),
     Repair.TURNS_ALTERNATE: (b"",),
 }
-# What is right before and behind the word of a first message's role, or of a field.
+# What is right before the word of a first message's role.
 _FIRST = re.compile(rb'\[\s*\{\s*(?:"type"\s*:\s*"message"\s*,\s*)?"role"\s*:\s*\Z')
-_FIELD = re.compile(rb'"system"\s*:')
 
 
 def may_need(body: JsonBody, repairs: AbstractSet[Repair]) -> bool:
@@ -79,7 +80,7 @@ def _may_lose_systems(raw: bytes, *, takes_system: bool) -> bool:
     """`takes_system`: the template takes a system message before the first turn."""
     at = raw.find(b'"system"')
     is_kept = takes_system and at == raw.rfind(b'"system"')
-    if at >= 0 and not (is_kept and (_FIRST.search(raw, max(at - 128, 0), at) or _FIELD.match(raw, at))):
+    if at >= 0 and not (is_kept and _FIRST.search(raw, max(at - 128, 0), at)):
         return True
     return b'"developer"' in raw or b'"instructions"' in raw
 
@@ -205,7 +206,7 @@ def _null_as_empty(item: Any) -> Any:  # noqa: ANN401 - JSON
 def _alternating(items: list[Any]) -> list[Any]:
     before, last = None, None
     runs: list[_Items] = []  # turns that become one
-    for item in chain.from_iterable(map(_parts_of, items)):
+    for item in items:
         kind = _kind_of(item)
         if kind in ("user", "assistant") and kind == before and _is_known(item) and _is_known(runs[-1][-1]):
             runs[-1].append(item)
@@ -223,31 +224,16 @@ def _alternating(items: list[Any]) -> list[Any]:
     return [_as_one(run) if len(run) > 1 else run[0] for run in runs]
 
 
-def _parts_of(item: Any) -> Iterator[Any]:  # noqa: ANN401 - JSON
-    """An item; a turn of Anthropic's in two, where it has results of tools and something else."""
-    content = item.get("content") if isinstance(item, dict) else None
-    blocks = content if isinstance(content, list) else []
-    results = [block for block in blocks if _get(block, "type") == "tool_result"]
-    if results and len(results) < len(blocks):
-        yield {**item, "content": results}
-        yield {**item, "content": [block for block in blocks if _get(block, "type") != "tool_result"]}
-    else:
-        yield item
-
-
 def _kind_of(item: Any) -> _Kind | None:  # noqa: ANN401 - JSON
     """What an item is; None for one that is no turn, such as reasoning."""
     if not isinstance(item, dict):
         return None
-    kind, content = str(item.get("type") or "message"), item.get("content")
+    kind = str(item.get("type") or "message")
     if kind != "message":
         return "result" if kind.endswith("_call_output") else "call" if kind.endswith("_call") else None
-    blocks = [_get(block, "type") for block in content] if isinstance(content, list) else []
     role: Any = item.get("role")
     if role == "assistant":
-        return "call" if item.get("tool_calls") or "tool_use" in blocks else "assistant"
-    if role == "user" and "tool_result" in blocks:
-        return "result"
+        return "call" if item.get("tool_calls") else "assistant"
     return _KINDS.get(role) if isinstance(role, str) else None
 
 
@@ -298,10 +284,6 @@ def _without_calls(item: Any) -> Any:  # noqa: ANN401 - JSON
             if isinstance(said, list):
                 return {**rest, "content": [*said, {"type": "text", "text": told}]}
             return {**rest, "content": f"{said}\n\n{told}" if said else told}
-        case {"role": "assistant", "content": [*blocks]} if any(
-            _get(each, "type") == "tool_use" for each in blocks
-        ):
-            return {**item, "content": [_use_as_text(block) for block in blocks]}
         case {"type": "function_call", "name": name, "arguments": asked} | {
             "type": "custom_tool_call", "name": name, "input": asked
         }:  # fmt: skip
@@ -319,12 +301,6 @@ def _call_as_text(call: Any) -> str | None:  # noqa: ANN401 - JSON
             return _called(custom.get("name"), custom.get("input"))
         case _:
             return None
-
-
-def _use_as_text(block: Any) -> Any:  # noqa: ANN401 - JSON
-    if _get(block, "type") != "tool_use":
-        return block
-    return {"type": "text", "text": _called(block.get("name"), block.get("input"))}
 
 
 def _called(name: object, arguments: object) -> str:
@@ -349,8 +325,6 @@ def _calls_of(item: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
     match item:
         case {"tool_calls": [*calls]}:
             ids = [call.get("id") for call in calls if isinstance(call, dict)]
-        case {"role": "assistant", "content": [*blocks]}:
-            ids = [block.get("id") for block in blocks if _get(block, "type") == "tool_use"]
         case {"type": "function_call" | "custom_tool_call", "call_id": call}:
             ids = [call]
         case _:
@@ -364,10 +338,6 @@ def _with_lone_results_as_text(item: Any, known: set[str], *, has_turn: bool) ->
             call not in known and (text := text_of(content)) is not None
         ):
             return {"role": "user", "content": _marked("tool_result", text)}
-        case {"role": "user", "content": [*blocks]} if any(_is_lone(block, known) for block in blocks):
-            texts = [_as_text(block) if _is_lone(block, known) else block for block in blocks]
-            # Results stand before texts, for the API's sake.
-            return {**item, "content": sorted(texts, key=lambda block: _get(block, "type") != "tool_result")}
         case {
             "type": "function_call_output" | "custom_tool_call_output",
             "call_id": str(call),
@@ -376,18 +346,6 @@ def _with_lone_results_as_text(item: Any, known: set[str], *, has_turn: bool) ->
             return {"role": "user", "content": _marked("tool_result", text)} if has_turn else item
         case _:
             return item
-
-
-def _is_lone(block: Any, known: set[str]) -> bool:  # noqa: ANN401 - JSON
-    match block:
-        case {"type": "tool_result", "tool_use_id": str(call), "content": content}:
-            return call not in known and text_of(content) is not None
-        case _:
-            return False
-
-
-def _as_text(block: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": _marked("tool_result", text_of(block["content"]) or "")}
 
 
 _STEPS: Mapping[Repair, Step] = {

@@ -1,4 +1,4 @@
-"""Messages in a shape that a chat template keeps, in the forms of three APIs."""
+"""Messages in a shape that a chat template keeps, in the forms of chats and of responses."""
 
 import json
 import time
@@ -41,8 +41,6 @@ def marked(words, tag="system"):
 
 USER, ASSISTANT = said("user", NO_CONTENT), said("assistant", NO_CONTENT)
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-USE = said("assistant", [{"type": "tool_use", "id": "1", "name": "f", "input": {}}])
-KNOWN = {"type": "tool_result", "tool_use_id": "1", "content": "7"}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "1", "output": "7"}
 CUSTOM = {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "{}"}
@@ -50,8 +48,6 @@ GIVEN = {"type": "custom_tool_call_output", "call_id": "1", "output": "7"}
 AS_TEXT, LONE_TEXT = marked("f({})", "tool_call"), marked("7", "tool_result")
 A_CUSTOM_CALL = said("assistant", None, tool_calls=[{"id": "1", "custom": {"name": "f", "input": "{}"}}])
 INPUT_A = [text("A", "input_text")]
-BLOCKS = [text("A") | {"cache_control": {"type": "ephemeral"}}]
-RESULT_BLOCK = said("user", [{"type": "tool_result", "content": "7"}])
 
 
 def now(fields, repairs):
@@ -83,8 +79,6 @@ def now(fields, repairs):
          [said("user", [text("A"), IMAGE, text(f"\n\n{marked(f'B{chr(10) * 2}C')}")])]),
         (SYSTEMS, [said("system", "A"), said("developer", "B"), said("user")],
          [said("system", "A\n\nB"), said("user")]),
-        (IN_TURN, [said("assistant"), said("system", "B"), said("user", [KNOWN])],
-         [said("assistant"), said("user", [KNOWN, text(f"{marked('B')}\n\n")])]),
         # Turns.
         (ALTERNATE, [said("user", "A"), said("user", "B")], [said("user", "A\n\nB")]),
         (ALTERNATE, [said("user", "A"), said("user", [text("B")])],
@@ -103,23 +97,14 @@ def now(fields, repairs):
          [said("user"), {**called("c"), "content": "I look."}, result("c")]),
         (TAKES_TOOLS, [said("user"), said("assistant", "I look."), called("c", content="Now."), result("c")],
          [said("user"), called("c", content="I look.\n\nNow."), result("c")]),
-        (TAKES_TOOLS, [said("user"), said("assistant", "I look."), USE],
-         [said("user"), said("assistant", [text("I look."), *USE["content"]])]),
-        (TAKES_TOOLS, [said("user"), USE, said("user", [KNOWN, text("Go on.")])],
-         [said("user"), USE, said("user", [KNOWN]), ASSISTANT, said("user", [text("Go on.")])]),
         (NULLS, [called("1")], [called("1", content="")]),
         # Calls of tools, and their results.
         (LONE, [said("user"), result("9")], [said("user"), said("user", LONE_TEXT)]),
         (LONE, [result("1", [text("7")])], [said("user", LONE_TEXT)]),
-        (LONE, [said("user", [KNOWN | {"content": [text("7")]}])], [said("user", [text(LONE_TEXT)])]),
-        (LONE, [said("user"), USE, said("user", [KNOWN | {"tool_use_id": "9"}, KNOWN])],
-         [said("user"), USE, said("user", [KNOWN, text(LONE_TEXT)])]),
         (CALLS, [{"role": "assistant", "tool_calls": called("1")["tool_calls"]}],
          [said("assistant", AS_TEXT)]),
         (CALLS, [called("1", content=[text("A")])], [said("assistant", [text("A"), text(AS_TEXT)])]),
         (CALLS, [A_CUSTOM_CALL], [said("assistant", AS_TEXT)]),
-        (EVERY, [said("user"), USE, said("user", [KNOWN])],
-         [said("user"), said("assistant", [text(AS_TEXT)]), said("user", [text(LONE_TEXT)])]),
         (
             EVERY,
             [said("user"), called("1", "2", content="A"), result("1"), result("2"), said("user", "B")],
@@ -128,7 +113,7 @@ def now(fields, repairs):
         ),
     ],
 )  # fmt: skip
-def test_chats_and_anthropics_messages(repairs, messages, turns):
+def test_chats(repairs, messages, turns):
     assert now({"messages": messages}, repairs)[0] == {"messages": turns}
     assert repaired({"messages": turns}, repairs) == ({}, ())  # once is enough
 
@@ -136,12 +121,6 @@ def test_chats_and_anthropics_messages(repairs, messages, turns):
 @pytest.mark.parametrize(
     ("repairs", "fields", "changed"),
     [
-        (SYSTEMS, {"system": BLOCKS, "messages": [said("system", "B"), RESULT_BLOCK]},
-         {"system": [*BLOCKS, text("\n\nB")], "messages": [RESULT_BLOCK]}),
-        (SYSTEMS, {"system": "A", "messages": [said("system", "B"), RESULT_BLOCK]},
-         {"system": "A\n\nB", "messages": [RESULT_BLOCK]}),
-        (IN_TURN, {"system": "A", "messages": [said("user", "C")]},
-         {"messages": [said("user", f"{marked('A')}\n\nC")]}),
         (IN_TURN, {"instructions": "A", "input": "C"}, {"input": [said("user", f"{marked('A')}\n\nC")]}),
         (IN_TURN, {"input": "C"}, {"input": "C"}),
         (
@@ -163,7 +142,7 @@ def test_chats_and_anthropics_messages(repairs, messages, turns):
           for call, output in ((CALL, OUTPUT), (CUSTOM, GIVEN))),
     ],
 )  # fmt: skip
-def test_other_fields(repairs, fields, changed):
+def test_responses(repairs, fields, changed):
     assert now(fields, repairs)[0] == changed
 
 
@@ -181,6 +160,7 @@ def test_other_fields(repairs, fields, changed):
         (TAKES_TOOLS, {"input": [said("user"), CUSTOM, GIVEN]}),
         (TAKES_TOOLS, {"input": [said("user"), said("assistant", "I look."), CALL]}),
         (NULLS, {"messages": [said("assistant", None), said("user")]}),
+        (SYSTEMS | IN_TURN, {"instructions": "A", "messages": [said("user")]}),  # no field of a chat's
         (LONE, {"messages": [called("9", content=""), result("9")]}),
         (LONE, {"messages": [result("1", [IMAGE])]}),
         (TAKES_TOOLS, {"messages": [
@@ -196,7 +176,7 @@ def test_what_needs_nothing_or_has_an_odd_form_stays(repairs, fields):
 
 @pytest.mark.parametrize("odd", [None, 1, "x", [None], [1, "x", {}], [{"role": 5}], [{"role": ["system"]}]])
 def test_odd_messages_are_left_to_others(odd):
-    repaired({"messages": odd, "input": odd, "system": odd, "instructions": odd}, EVERY)
+    repaired({"messages": odd, "input": odd, "instructions": odd}, EVERY)
 
 
 def test_each_repair_is_named():
@@ -244,7 +224,7 @@ def test_a_usual_chat_is_not_even_decoded(messages, needs):
 
 ITEMS = (
     *(said(role) for role in ("system", "user", "developer", "assistant", "critic")),
-    *(USE, called("1"), result("1"), CALL, OUTPUT, said("system", type="message"), {"type": "reasoning"}, 5),
+    *(called("1"), result("1"), CALL, OUTPUT, said("system", type="message"), {"type": "reasoning"}, 5),
 )
 
 
@@ -255,7 +235,7 @@ ITEMS = (
     st.sampled_from(["messages", "input"]),
     st.lists(st.sampled_from(ITEMS), max_size=4),
     st.sets(st.sampled_from(Repair), min_size=1),
-    st.sampled_from([{}, {"system": "S"}, {"instructions": "S"}]),
+    st.sampled_from([{}, {"instructions": "S"}]),
 )
 def test_a_body_that_needs_nothing_stays(name, items, repairs, more):
     """Among others, a system message behind a tool's result with which the list begins."""
@@ -269,7 +249,6 @@ def test_a_body_that_needs_nothing_stays(name, items, repairs, more):
     [
         (CALLS, b'"custom_tool_call"'),
         (LONE, b'"custom_tool_call_output"'),
-        (LONE, b'"tool_result"'),
         (NULLS, b'"tool_calls"'),
     ],
 )
