@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -132,9 +133,8 @@ def _number(labels: Mapping[str, str], name: str) -> int | None:
 # leaves out a count of 0, gets a prompt of one block.
 
 _T = TypeVar("_T")
-# Seconds that one trial may take: a busy engine may queue it.
-_PATIENCE_S = 3.0
-_TOO_BUSY = "it is too busy to show whether it respects cache salts"
+# Seconds that one trial may take: a busy engine may queue it, and a gateway may refuse several at once.
+_PATIENCE_S, _AGAIN_S = 3.0, 0.5
 _TOKEN = 1
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 # One request for each route that takes a salt. A server that respects salts refuses an empty one.
@@ -165,15 +165,16 @@ async def try_out(
     """Tries what is not known yet, within 3 s.
 
     `metrics` say how its cache is cut, and `headers` send a request to the engine meant. `known` was found of
-    the same process before. Raises EngineUnhealthy if no salt trial was answered, or one with "too many
-    requests": an engine must not join before this is known, because the requests of tenants would go to it
-    unsalted."""
+    the same process before. Raises EngineUnhealthy if no salt trial was answered, or if one trial had no
+    other answer than "too many requests": an engine must not join before salts are known, because the
+    requests of tenants would go to it unsalted."""
+    reports = partial(_reports_cached, control, model, metrics, headers)
     takes_salt, reports_cached = await asyncio.gather(
         _known(known.takes_salt, lambda: _takes_salt(control, model)),
-        _known(known.reports_cached, lambda: _answered(_reports_cached(control, model, metrics, headers))),
+        _known(known.reports_cached, lambda: _answered(reports)),
     )
     if takes_salt is None:
-        raise EngineUnhealthy(_TOO_BUSY)
+        raise EngineUnhealthy("it is too busy to show whether it respects cache salts")
     return Trials(takes_salt, reports_cached)
 
 
@@ -184,17 +185,29 @@ async def _known(before: bool | None, find_out: Callable[[], Awaitable[bool | No
 async def _takes_salt(control: ControlClient, model: str) -> bool | None:
     """None when no route answers. A salt is refused before anything is queued: while one route answers, a
     silent one ignores it."""
-    respected = await asyncio.gather(*(_answered(_respects_salt(control, path, model)) for path in _SALTED))
+    trials = (partial(_respects_salt, control, path, model) for path in _SALTED)
+    respected = await asyncio.gather(*map(_answered, trials))
     return None if all(answer is None for answer in respected) else all(respected)
 
 
-async def _answered(trial: Awaitable[_T]) -> _T | None:
-    """The trial's result, None when it takes too long."""
+async def _answered(trial: Callable[[], Awaitable[_T]]) -> _T | None:
+    """The trial's result, None when it takes too long. A trial that is refused with "too many requests" is
+    repeated. Raises EngineUnhealthy if that does not help in time."""
+    refusal: EngineRejected | None = None
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            return await trial
+            while True:
+                try:
+                    return await trial()
+                except EngineRejected as error:
+                    if error.status != HTTPStatus.TOO_MANY_REQUESTS:
+                        raise
+                    refusal = error
+                await asyncio.sleep(_AGAIN_S)
     except TimeoutError:
-        return None
+        if refusal is None:
+            return None
+        raise EngineUnhealthy(f"it is too busy to be tried out: {refusal.own_words}") from refusal
 
 
 async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
@@ -203,7 +216,7 @@ async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
         await control.call("POST", path, json=body)
     except EngineRejected as error:
         if error.status == HTTPStatus.TOO_MANY_REQUESTS:
-            raise EngineUnhealthy(_TOO_BUSY) from error
+            raise
         return error.status == HTTPStatus.NOT_FOUND or "cache_salt" in f"{error.param} {error}"
     return False
 
@@ -219,7 +232,9 @@ async def _reports_cached(
             match await control.call("POST", "/v1/completions", json=body, headers=headers):
                 case {"usage": {"prompt_tokens_details": {"cached_tokens": int()}}}:
                     return True
-    except EngineRejected:
+    except EngineRejected as error:
+        if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise
         return None  # it does not serve completions
     return False
 

@@ -145,12 +145,42 @@ async def test_a_busy_server_that_queues_a_salted_request_does_not_heed_the_salt
         server.core.release()
 
 
-async def test_a_gateway_that_lets_no_more_requests_through_says_nothing_of_salts():
-    refusal = Route("/v1/messages", lambda _: JSONResponse({"error": "slow down"}, 429), methods=["POST"])
-    with served(Starlette(routes=[refusal])) as url:
+@asynccontextmanager
+async def behind_gateway(refuses):
+    """A vLLM that respects salts, behind a gateway. `refuses`: paths, and how many of their first requests
+    the gateway refuses."""
+
+    async def answer(request):
+        if refuses.get(request.url.path):
+            refuses[request.url.path] -= 1
+            return JSONResponse({"error": "slow down"}, 429)
+        if "cache_salt" in await request.json():
+            return JSONResponse({"error": {"message": "wrong", "param": "cache_salt"}}, 400)
+        return JSONResponse({"usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
+
+    routes = [Route("/v1/{path:path}", answer, methods=["POST"])]
+    with served(Starlette(routes=routes)) as url:
         async with connected(url) as (control, _):
-            with pytest.raises(EngineUnhealthy, match="too busy to show whether it respects cache salts"):
-                await try_out(control, "tiny", VllmMetrics(), {}, Trials())
+            yield control
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [{"/v1/messages": 2, "/v1/chat/completions": 1}, {"/v1/completions": 2}],
+    ids=["salted requests", "completions"],
+)
+async def test_what_a_gateway_refuses_of_many_requests_at_once_is_tried_again(refuses, monkeypatch):
+    monkeypatch.setattr("engine_adapter.vllm.discovery._AGAIN_S", 0.01)
+    async with behind_gateway(refuses) as control:
+        assert await try_out(control, "tiny", VllmMetrics(), {}, Trials()) == Trials(True, True)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/completions"])
+async def test_a_gateway_that_lets_no_more_requests_through_says_nothing_of_an_engine(path, monkeypatch):
+    monkeypatch.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.7)
+    async with behind_gateway({path: 1000}) as control:
+        with pytest.raises(EngineUnhealthy, match="too busy to be tried out: the engine answered 429"):
+            await try_out(control, "tiny", VllmMetrics(), {}, Trials())
 
 
 @pytest.mark.parametrize(
