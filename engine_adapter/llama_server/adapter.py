@@ -286,10 +286,9 @@ class LlamaServerAdapter(EngineAdapter):
             # A model in memory is met, so that its first request finds its tokenizer, and again to be probed.
             is_new = self.model_state in (None, ModelState.LOADED) and not self._connecting.locked()
             if is_new and session is not None:
-                is_new = False
-                if await session.can_be_probed() and self._session is session:
-                    await self.end_session(farewell=False)
-                    raise EngineUnavailable("it has time to be tried out now")  # without requests beside it
+                is_new = await session.can_be_probed() and self._session is session
+                if is_new:
+                    await self.end_session(farewell=False)  # requests wait until the next one has begun
             return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new or self._is_outdated)
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):
@@ -369,16 +368,15 @@ class LlamaServerAdapter(EngineAdapter):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
-        sleeps = self._session is None and self._pulse.is_sleeping
-        if self._router is not None or (sleeps and ROUTES.get(path) is not READ):
-            return self._hold_in_memory(path, body, prompt)
+        if self._router is not None or (self._session is None and ROUTES.get(path) is not READ):
+            return self._hold_in_session(path, body, prompt)
         return hold_request(self._session, path, body, prompt)
 
     @asynccontextmanager
-    async def _hold_in_memory(
+    async def _hold_in_session(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AsyncIterator[Hold]:
-        """Loads or wakes the model first, where it is not in memory."""
+        """Loads or wakes the model first, where it is not in memory. Waits while a server is tried out."""
         name = self._control.model
         if path == LOAD and self._router and name:
             self._router.try_again(name)
@@ -386,10 +384,12 @@ class LlamaServerAdapter(EngineAdapter):
                 yield Hold(body)
             return
         async with self._router.using(name) if self._router and name else nullcontext():
-            if self._session is None and self.model_state in (ModelState.LOADED, ModelState.SLEEPING):
+            is_there = self._router is None or self.model_state in (ModelState.LOADED, ModelState.SLEEPING)
+            if self._session is None and is_there:
                 async with self._connecting:
                     try:
-                        await self._take_up()
+                        if self._session is None:
+                            await self._take_up()
                     except EngineRejected as error:
                         raise EngineUnavailable(f"the model was unloaded meanwhile: {error}") from error
                 told = self._told

@@ -13,7 +13,7 @@ import pytest
 
 from engine_adapter import Capability, EngineUnavailable, KvTarget, KvVerb, NotSupported, make_adapter
 from engine_adapter.llama_server import session as session_module
-from engine_adapter.llama_server.discovery import discover
+from engine_adapter.llama_server.discovery import discover, probe
 from engine_adapter.llama_server.mirror_events import MirrorEvents
 from engine_adapter.llama_server.scheduler import SlotRequest
 from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
@@ -226,18 +226,38 @@ async def test_a_pool_that_a_late_probe_finds_is_left_to_the_server(start_llama,
 
 
 async def test_slots_that_may_share_a_pool_are_managed_once_a_late_probe_has_shown_that_they_do_not(
-    start_llama, save_dir, control_of
+    start_llama, save_dir, control_of, monkeypatch
 ):
-    """Each has the model's whole context, so they look like one pool."""
+    """Each has the model's whole context, so they look like one pool. A request that comes during
+    the probe waits, and then has a slot."""
+    began, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(*args, **named):
+        began.set()
+        await go.wait()
+        return await probe(*args, **named)
+
+    async def ask():
+        async with world.hold(prompt_of(2)) as hold:
+            return hold.slot
+
+    monkeypatch.setattr(session_module, "probe", slow)
     server = start_llama(slots=2, ctx=32768, save_dir=save_dir)
     async with AsyncExitStack() as stack:
         async with busy(control_of(server.url)):
             world = await stack.enter_async_context(slot_world(server.url, host_cache_dir=str(save_dir)))
             assert not (await world.adapter.load()).outdated
             assert Capability.PIN not in world.adapter.capabilities
-        with pytest.raises(EngineUnavailable, match="time to be tried out"):  # no request beside the probe
-            await world.adapter.load()
-        assert {Capability.PIN, Capability.CACHE_SALT} <= (await world.adapter.connect()).capabilities
+        assert (await world.adapter.load()).outdated
+        check = asyncio.create_task(world.adapter.connect())
+        await began.wait()
+        request = asyncio.create_task(ask())
+        await asyncio.sleep(0.1)
+        assert not request.done()
+        go.set()
+        assert {Capability.PIN, Capability.CACHE_SALT} <= (await check).capabilities
+        assert await request is not None
+        await world.adapter.connect()  # by what the request has learned
         assert not (await world.adapter.load()).outdated
 
 
