@@ -69,7 +69,7 @@ class ManagedEngine:
     poll_s = 0.5
     unhealthy_s = 30.0  # a ready engine without a successful check for that long is restarted,
     stuck_s = 600.0  # or for that long where it gives no answer while it computes
-    grace_s = 20.0
+    grace_s = 26.0  # the embedded engine takes up to 23: 20 for its requests, 3 to tell their clients
     attempts = 5  # starts after which an engine that was never healthy is given up
 
     def __init__(self, settings: ManagedSettings) -> None:

@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from engine_adapter import EngineUnavailable
 from engine_adapter.errors import EngineSpecError
+from engine_adapter.torch_engine import server
 from engine_adapter.torch_engine.engine import MAX_FAILED_STEPS
 from engine_adapter.torch_engine.serve import DEFAULT_KV_BLOCKS, MEMORY_SHARE, EmbeddedOptions, app
 from engine_adapter.torch_engine.server import serve_engine
+from proxy.fleet.managed_engine import ManagedEngine
 from tests.engine_adapter.torch_engine import failing_engine as failing
 from tests.engines import running_engine
 
@@ -79,6 +81,10 @@ def test_what_a_signals_grace_does_not_suffice_for_is_another_engines_to_answer(
         assert json.loads(read[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
         assert engine.process.wait(STOP_S) == 0
         assert "Traceback" not in log.read_text()
+
+
+def test_kvpin_kills_no_engine_that_still_tells_its_clients_that_it_ends():
+    assert ManagedEngine.grace_s > server._GRACE_S + server._TO_TELL_S
 
 
 @pytest.fixture(scope="module")
