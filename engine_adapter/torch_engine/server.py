@@ -32,7 +32,7 @@ from engine_adapter.errors import EngineError, EngineUnavailable
 from engine_adapter.events.wire import encode_snapshot
 from engine_adapter.http.prepare import Headers as RawHeaders
 from engine_adapter.http.web_pages import page_asking
-from engine_adapter.off_loop import TABLE_BYTES_PER_MS, VALUES_PER_MS, off_loop
+from engine_adapter.off_loop import TABLE_BYTES_PER_MS, off_loop
 from engine_adapter.torch_engine.completions import completion_of, embed
 from engine_adapter.torch_engine.kv_cache import KvCache, SliceResult
 from engine_adapter.torch_engine.protocol import (
@@ -272,6 +272,10 @@ async def tokenize(service: EngineService, request: Request) -> object:
     }
 
 
+# Token ids that are checked and decoded in about 1 ms.
+_IDS_PER_MS = 2048
+
+
 async def detokenize(service: EngineService, request: Request) -> object:
     """The text of token ids."""
     asked = parse(await body_of(request), DetokenizeRequest)
@@ -280,7 +284,7 @@ async def detokenize(service: EngineService, request: Request) -> object:
         check_token_ids("tokens", enumerate(asked.tokens), service.model.vocab_size)
         return service.tokenizer.decode(asked.tokens)
 
-    return {"prompt": await off_loop(decode, ms=len(asked.tokens) / VALUES_PER_MS)}
+    return {"prompt": await off_loop(decode, ms=len(asked.tokens) / _IDS_PER_MS)}
 
 
 def _model_card(service: EngineService) -> dict[str, Any]:

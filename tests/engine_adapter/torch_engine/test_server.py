@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 from engine_adapter.errors import PromptTableError
 from engine_adapter.prompt.chat import ChatTokenizer
+from engine_adapter.torch_engine import server
 from engine_adapter.torch_engine.engine import Counters
 from engine_adapter.torch_engine.model import load_model
 from engine_adapter.torch_engine.protocol import ApiError, ChatRequest, read_body
@@ -75,6 +76,19 @@ async def test_detokenize(client):
     assert (await client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
     response = await client.post("/detokenize", json={"tokens": [0, 10**6]})
     assert_error(response, 400, param="tokens[1]")
+
+
+async def test_many_tokens_are_not_decoded_on_the_event_loop(client, monkeypatch):
+    threads, check = [], server.check_token_ids
+
+    def noting(*given):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        check(*given)
+
+    monkeypatch.setattr(server, "check_token_ids", noting)
+    for size in (100, 4000):
+        assert (await client.post("/detokenize", json={"tokens": [9] * size})).status_code == 200
+    assert threads[0] != "off-loop" == threads[1]
 
 
 @pytest.mark.parametrize(
