@@ -180,6 +180,7 @@ class EngineInfo:
         template_input: how it gives a chat to the model's template.
         tokens_per_block: its own block size in tokens, None where unknown.
         max_model_len: longest prompt + output in tokens, None where unknown.
+        cuts_prompts: it cuts a prompt that is longer, and answers.
         gpu_blocks: capacity of its GPU tier in its own blocks, None where unknown.
         version: free text, for people.
         card: its own fields of the model in `/v1/models`, e.g. `max_model_len` or `meta`.
@@ -237,6 +238,7 @@ class EngineInfo:
     template_input: TemplateInput = field(default=USUAL, repr=False, compare=False)
     tokens_per_block: int | None = None
     max_model_len: int | None = None
+    cuts_prompts: bool = False
     gpu_blocks: int | None = None
     version: str = ""
     card: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)

@@ -66,6 +66,7 @@ class _Reported(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         capacity_tokens: of one rank's KV pool.
+        cuts_prompts: to the longest that it takes, `max_input` tokens.
         tokenizer: directory or hub id.
         publisher: of KV events; None where there is none.
         cache_report: usage tells cached tokens.
@@ -83,6 +84,8 @@ class _Reported(msgspec.Struct, frozen=True, kw_only=True):
     dcp_size: int = 1
     dp_size: int = 1
     attn_dp_size: int = 1
+    cuts_prompts: bool = msgspec.field(name="allow_auto_truncate", default=False)
+    max_input: int | None = msgspec.field(name="max_req_input_len", default=None)
     tokenizer: str | None = msgspec.field(name="tokenizer_path", default=None)
     model_path: str | None = None
     chat_template: str | None = None
@@ -129,6 +132,11 @@ class ServerInfo(_Reported, frozen=True, kw_only=True):
         """Identity of the process: its start-up times and its random seed differ from start to start."""
         text = msgspec.json.encode([self.version, self.startup_time, self.random_seed], order="sorted")
         return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Its context in tokens; where it cuts prompts, the longest one that it does not cut."""
+        return self.max_input if self.cuts_prompts and self.max_input else self.served.max_model_len
 
     @property
     def page_size(self) -> int | None:

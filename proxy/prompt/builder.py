@@ -266,7 +266,7 @@ class PromptBuilder:
 
         It will run under `salt`, with `lora`, whose identity is `adapter`. What is remembered of it takes the
         `tenant`'s share of memory. A prompt beyond the context of every engine is refused; unless `bounded`,
-        only if it is clearly longer.
+        only if it is clearly longer. None where an engine cuts it: its blocks are others.
 
         Raises:
             BadRequest: a field that no engine can take.
@@ -274,7 +274,7 @@ class PromptBuilder:
             ChatError, PromptTableError: messages or extra ids that break their rules, with the field.
         """
         per_ms = TOKEN_ID_BYTES_PER_MS if path == COMPLETIONS_PATH else JSON_BYTES_PER_MS
-        native = self.info.routes.get(path)
+        native, is_cut = self.info.routes.get(path), bounded and self.info.cuts_prompts
         ms, source = len(body.raw) / per_ms, None
         if native is None and may_stay(ms):
             source = read_prompt(path, body)
@@ -287,15 +287,17 @@ class PromptBuilder:
         try:
             prompt = await self._tokenise(source, path, body, ChatOwner(salt, adapter or lora, tenant))
         except CannotFit as error:
-            if native is None:
+            if native is None and not is_cut:
                 raise self._too_long(error.tokens, "has at least", source.param) from None
-            return None  # the engine tells what is wrong, as below
+            return None  # the engine tells what is wrong, or cuts it, as below
         if prompt is None:
             return None
         tokens, limit = len(prompt.token_ids), self._context()
-        # An engine's own routes have errors of their own.
-        if bounded and native is None and limit is not None and tokens > limit:
-            raise self._too_long(tokens, "has", source.param)
+        if bounded and limit is not None and tokens > limit:
+            if is_cut:
+                return None
+            if native is None:  # an engine's own routes have errors of their own
+                raise self._too_long(tokens, "has", source.param)
         return prompt if salt is None is lora else replace(prompt, salt=salt, lora=lora)
 
     def decode(self, token_ids: TokenIds[int]) -> str | None:

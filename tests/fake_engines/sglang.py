@@ -374,6 +374,8 @@ class FakeSglang:
             self.seen.append((rank, body))
             self.parents.append(request.headers.get("traceparent"))
             tokens = self._text_tokens(body) if path == COMPLETIONS else self._chat_tokens(body)
+            if self.options.server_info.get("allow_auto_truncate"):
+                tokens = tokens[: self.options.max_model_len - 5]
             if len(tokens) >= self.options.max_model_len:
                 raise _RefusedError(
                     f"The input ({len(tokens)} tokens) is longer than the model's context length "

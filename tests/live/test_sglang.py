@@ -62,6 +62,19 @@ async def test_tenants_share_nothing_and_neither_do_extra_keys():
     assert not any("extra_key" in body for body in sent)
 
 
+async def test_a_server_that_cuts_long_prompts_gets_them_and_nothing_is_expected_of_them():
+    options = {"max_model_len": 128, "server_info": {"allow_auto_truncate": True}}
+    with running_sglang(page_size=16, **options) as running:
+        async with kvpin_over((running, None)) as world:
+            for length in (123, 124, 4000):
+                asked = {"model": "tiny", "prompt": list(range(100, 100 + length)), "max_tokens": 2}
+                assert (await world.post("completions", asked)).status_code == 200
+                assert (world.last.prompt is None) is (length > 123)
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "word " * 4000}]}
+            assert (await world.post("chat/completions", chat | {"max_tokens": 2})).status_code == 200
+            assert world.last.prompt is None
+
+
 async def test_each_rank_of_a_server_is_an_engine():
     body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 2}
     with running_sglang(ranks=2, page_size=16) as running:

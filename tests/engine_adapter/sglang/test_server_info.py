@@ -41,6 +41,12 @@ def test_what_a_server_says():
     assert "secret" not in repr(info)
 
 
+def test_the_longest_prompt_of_a_server_that_cuts_longer_ones():
+    told = [read(**more, max_req_input_len=4090) for more in ({}, {"allow_auto_truncate": True})]
+    assert [(info.cuts_prompts, info.max_model_len) for info in told] == [(False, 4096), (True, 4090)]
+    assert read(allow_auto_truncate=True).max_model_len == 4096
+
+
 def test_several_kinds_of_attention():
     memory = {"memory_usage": {"token_capacity": 6400, "token_capacity_swa": 5120}}
     windows = read(internal_states=[memory, memory])
