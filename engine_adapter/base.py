@@ -118,8 +118,9 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     async def connect(self) -> EngineInfo:
-        """Asks the engine what it is; called again after each outage. It does not affect other requests. Once
-        for each process, it may try out what the engine can do, by a few requests for one token [`may_try`].
+        """Asks the engine what it is; called again after each outage, and after a call that was cut short. It
+        does not affect other requests. Once for each process, it may try out what the engine can do, by a few
+        requests for one token [`may_try`].
 
         Raises:
             EngineUnavailable: the engine is gone, not ready, or too busy to be tried out.

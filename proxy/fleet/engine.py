@@ -113,6 +113,8 @@ class Engine:
         self.sure.set()
         # Connections that have ended; times that it closed one, so that another process might answer.
         self.connections = self.doubts = 0
+        # The last look at what it is ended early: its adapter may know already what nobody was told.
+        self.was_cut_short = False
         self._trusted_until = 0.0
         self._false_doubts: deque[float] = deque(maxlen=FALSE_DOUBTS)
         self.ledger = EngineLedger()

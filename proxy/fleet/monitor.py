@@ -219,7 +219,8 @@ class Monitor:
             engine.ledger.reported(monotonic(), load.running + load.waiting)
             engine.ledger.backlog.reported(load.waiting)
         is_sure, doubts = engine.sure.is_set(), engine.doubts
-        if load.outdated or engine.state is EngineState.SUSPECT or engine.model_failed or not is_sure:
+        may_differ = load.outdated or engine.was_cut_short or engine.model_failed or not is_sure
+        if may_differ or engine.state is EngineState.SUSPECT:
             await self._recheck(engine)
             if not is_sure:
                 engine.is_same(doubts)
@@ -232,7 +233,13 @@ class Monitor:
     async def _recheck(self, engine: Engine) -> None:
         """Asks the engine again what it is and can do. Raises EngineUnavailable if it is another process, or
         serves another model."""
-        info, before = await engine.adapter.connect(), engine.info
+        engine.was_cut_short = False
+        try:
+            info = await engine.adapter.connect()
+        except BaseException:
+            engine.was_cut_short = True
+            raise
+        before = engine.info
         if before is None or info.instance != before.instance:
             raise EngineUnavailable("the engine was restarted")
         if before.is_another(info):

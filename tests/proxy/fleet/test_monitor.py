@@ -406,6 +406,26 @@ class ChangingAdapter(FakeAdapter):
         return replace(await super().load(), outdated=self.outdated)
 
 
+class HastyAdapter(FakeAdapter):
+    """Takes over what it finds before it has found out everything."""
+
+    looks = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.found, self.go = self.info, asyncio.Event()
+        self.go.set()
+
+    async def connect(self):
+        self.looks += 1
+        self.info = self.found
+        await self.go.wait()
+        return await super().connect()
+
+    async def load(self):
+        return replace(await super().load(), outdated=self.found != self.info)
+
+
 async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(world):
     engine, adapter = await world.ready()
     begun, go = asyncio.Event(), asyncio.Event()
@@ -492,6 +512,29 @@ class TestLooks:
         go.set()
         assert await second
         assert world.fleet.pools["m"].lora_of("ada") == "ada"  # else it is a 404
+
+    @pytest.mark.parametrize("is_check", [False, True])
+    async def test_what_a_look_took_over_before_it_was_cut_short_is_told_by_the_next_check(
+        self, world, is_check
+    ):
+        """Its adapter compares what it finds later with that: nothing is outdated there."""
+        engine, adapter = await world.ready(adapter=HastyAdapter("a", info=replace(INFO, loads_loras=True)))
+        adapter.found = moved = replace(adapter.info, lora_paths={"ada": "/b"})
+        adapter.go.clear()
+        if is_check:  # a managed engine computes, and the time is over
+            engine.process = SimpleNamespace(computing=True)
+            engine.check_now.set()
+            await asyncio.sleep(world.monitor.timeout_s + 0.1)
+        else:  # the client that asked leaves
+            look = asyncio.create_task(world.fleet.look_up())
+            await until(lambda: adapter.info is moved)
+            look.cancel()
+        adapter.go.set()
+        for _ in range(2):
+            engine.check_now.set()
+            await asyncio.sleep(0.1)
+        assert engine.info == moved
+        assert adapter.looks == 3, "it is asked once more"
 
     async def test_one_that_finds_another_process_has_it_joined_anew(self, world):
         """Also where closed connections say nothing, as the engine keeps closing them."""
