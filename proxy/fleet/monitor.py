@@ -107,7 +107,8 @@ class Monitor:
             # The check compares it with what was known before. Its adapter may have taken a new process for
             # granted, so the load alone does not show that.
             is_other = isinstance(error, EngineUnavailable) and not isinstance(error, EngineUnhealthy)
-            engine.doubt(was_asked=is_other)
+            if self._fleet.pool_of(engine) is not None:  # else nobody checks it any more
+                engine.doubt(was_asked=is_other)
 
     def watch(self, engine: Engine) -> None:
         """Starts watching an engine of the fleet."""
@@ -245,21 +246,21 @@ class Monitor:
         if before.is_another(info):
             raise EngineUnavailable(f"the engine has changed: {', '.join(changes_of(before, info))}")
         self.split(engine, info)
+        if (pool := self._fleet.pool_of(engine)) is None:
+            return  # it was lost or removed meanwhile
         _log_changes(engine, before, info)
-        pool = self._fleet.pool_of(engine)
         size, size_before = info.tokens_per_block, before.tokens_per_block
-        if pool is not None and size and size_before and size != size_before:  # its events show it
+        if size and size_before and size != size_before:  # its events show it
             pool.placer.resize(engine.id, size_before, size)
         tells = Capability.KV_EVENTS in info.capabilities - before.capabilities
         if tells or info.gpu_blocks != before.gpu_blocks or info.tokenizer != before.tokenizer:
             pool = await self._join(engine, info)  # its model was loaded for the first time, or tried out
-        elif pool is not None and not (info.names_process or engine.sure.is_set()):
+        elif not (info.names_process or engine.sure.is_set()):
             engine.connections += 1  # what was prepared for it may be another process's
             self._renderings.prove_again(engine, pool)
         engine.info = info
-        if pool is not None:
-            pool.note_loras(engine.id, info)
-            pool.refresh()
+        pool.note_loras(engine.id, info)
+        pool.refresh()
         self._log_findings(engine)
         self._admit(engine)
 

@@ -536,6 +536,23 @@ class TestLooks:
         assert engine.info == moved
         assert adapter.looks == 3, "it is asked once more"
 
+    @pytest.mark.parametrize("fails", [True, False])
+    async def test_one_of_an_engine_that_is_removed_meanwhile_changes_nothing(self, world, fails):
+        """Its requests go on to their end: nobody would tell them any more which process answers."""
+        engine, adapter = await world.ready(loads_loras=True)
+        begun, go = asyncio.Event(), asyncio.Event()
+        adapter.connect = held_up(
+            begun, go, replace(adapter.info, instance="i2" if fails else INFO.instance, gpu_blocks=9)
+        )
+        look = asyncio.create_task(world.fleet.look_up())
+        await begun.wait()
+        world.monitor.forget(engine)
+        world.fleet.remove(engine)
+        go.set()
+        assert await look
+        assert engine.sure.is_set()
+        assert not world.fleet.pools
+
     async def test_one_that_finds_another_process_has_it_joined_anew(self, world):
         """Also where closed connections say nothing, as the engine keeps closing them."""
         engine, adapter = await world.ready(loads_loras=True)
