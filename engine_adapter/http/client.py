@@ -80,6 +80,11 @@ class Origin:
         """True if it has no connections, and nothing was asked there for `UNUSED_S`."""
         return not self._open and now - self._used_at > UNUSED_S
 
+    @property
+    def is_over(self) -> bool:
+        """True if nothing is asked here any more."""
+        return self._hung_up is not None
+
     async def connect(self) -> Connection:
         """A new connection. Tries the addresses of the host one by one; the one that answered last is first.
         Raises EngineUnavailable: there is none."""
@@ -115,12 +120,11 @@ class Origin:
             connection.fail(EngineDied(reason))
 
     async def aclose(self) -> None:
-        """Closes all connections."""
+        """Closes all connections, for good. Who waits for an answer gets EngineUnavailable."""
         if self._sweep is not None:
             self._sweep.cancel()
         self._idle.clear()  # nobody else closes them
-        for connection in list(self._open):
-            connection.drop()
+        self.hang_up("the engine was removed, or kvpin stops")
         if self._open:
             self._all_closed = asyncio.Event()
             await self._all_closed.wait()
@@ -234,7 +238,7 @@ class HttpTransport:
             try:
                 return await connection.ask(request, head)
             except EngineUnavailable:
-                if request.method not in _SAFE or request.body:
+                if request.method not in _SAFE or request.body or origin.is_over:
                     raise
         connection = await origin.connect()
         if confirm is not None:

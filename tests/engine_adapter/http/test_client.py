@@ -81,11 +81,34 @@ async def test_closing_ends_idle_connections_and_running_answers(transport):
         await wire.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nsome")
         await wire.left()
 
-    async with raw_engine(serve) as (url, wires):
+    async with raw_engine(serve) as (url, wires), asyncio.timeout(5):
         response = await transport.send(OutgoingRequest("GET", url))
         assert await response.receive() == b"some"
         await transport.aclose()
-        await asyncio.wait_for(wires[0].is_left.wait(), 5)
+        await wires[0].is_left.wait()
+        with pytest.raises(EngineDied, match="removed"):
+            await response.receive()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_closing_ends_who_waits_for_an_answer_and_no_new_connection_is_made_for_it(transport, method):
+    asked = asyncio.Event()
+
+    async def serve(wire):
+        await wire.head()
+        await wire.write(OK)
+        await wire.head()
+        asked.set()
+        await wire.left()
+
+    async with raw_engine(serve) as (url, wires), asyncio.timeout(5):
+        await fetch(transport, url)
+        waiting = asyncio.create_task(fetch(transport, OutgoingRequest(method, url)))
+        await asked.wait()
+        await transport.aclose()
+        with pytest.raises(EngineUnavailable, match="removed"):
+            await waiting
+        assert len(wires) == 1
 
 
 async def test_after_hanging_up_on_a_socket_all_that_was_asked_there_fails_and_what_is_asked_later_does_not(
