@@ -12,7 +12,7 @@ import time
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from io import FileIO
@@ -180,8 +180,10 @@ class ManagedEngine:
         self._ready_since = None
         self._last_lines.clear()
         self._starts += 1
-        with _pipe() as (output, its_output), _pipe() as (its_input, _):
+        with ExitStack() as pipes:
             try:
+                output, its_output = pipes.enter_context(_pipe())
+                its_input, _ = pipes.enter_context(_pipe())
                 managed_kind(self.spec.kind).prepare(self.spec, self._words)
                 process = await asyncio.create_subprocess_exec(
                     *ends_with_parent(self.command()),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import signal
@@ -169,6 +170,28 @@ async def test_a_program_that_does_not_exist_is_told_and_tried_again():
             await until(lambda: engine.restarts == 1)
     assert any("no program '/nowhere/engine'" in entry.get("error", "") for entry in entries)
     assert ("no program '/nowhere/engine'" in engine.error, engine.last_exit_code) == (True, None)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_one_that_cannot_be_started_for_lack_of_file_descriptors_is_tried_again(
+    tmp_path, monkeypatch, left
+):
+    made, pipe = [], os.pipe
+
+    def pipe_if_there_is_one():
+        made.append(1)
+        if len(made) == left + 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pipe()
+
+    monkeypatch.setattr(os, "pipe", pipe_if_there_is_one)
+    engine = server(tmp_path)
+    with capture_logs() as entries:
+        async with running(engine):
+            await until(is_ready(engine))
+    (failed,) = [entry for entry in entries if "restart_in_s" in entry]
+    assert (failed["error"], failed["exit_code"]) == ("[Errno 24] Too many open files", None)
+    assert engine.restarts == 1
 
 
 async def test_what_it_says_is_logged_and_our_settings_are_not_its(tmp_path, monkeypatch):
