@@ -102,7 +102,7 @@ class LlamaServerAdapter(EngineAdapter):
         self._told: EngineInfo | None = None  # by `connect`
         self._latest: dict[tuple[object, ...], ServerSession] = {}  # its latest session, by `_alike`
         self._flags: tuple[str, ...] | None = None  # of a router's model, when `_known` was begun
-        self._is_too_slow = False  # for the probe
+        self._too_slow = ""  # the identity of a process that was too slow for the probe
         self._pulse = Pulse()  # as it was told last, where there are no managed slots
         self._connecting = Lock()
 
@@ -227,14 +227,14 @@ class LlamaServerAdapter(EngineAdapter):
                 facts,
                 may_try=self.may_try,
                 told=latest.probed if latest is not None else None,
-                is_too_slow=self._is_too_slow,
+                is_too_slow=self._too_slow == facts.identity,
                 rates=self._rates,
             )
             try:
                 await session.begin(self._registry, self._mirror)
             except CancelledError:
-                if is_check:  # its time was over; a request is cancelled when its client leaves
-                    self._is_too_slow = session.is_probing  # the next time it is used as it is
+                if is_check and session.is_probing:  # no client has left: the time of the check was over
+                    self._too_slow = facts.identity  # the next time it is used as it is
                 raise
             self._session, self._latest = session, {alike: session}
             if session.scheduler is not None:

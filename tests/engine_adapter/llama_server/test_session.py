@@ -261,8 +261,10 @@ async def test_slots_that_may_share_a_pool_are_managed_once_a_late_probe_has_sho
         assert not (await world.adapter.load()).outdated
 
 
-async def test_a_server_that_is_too_slow_for_the_probe_is_used_without(server, save_dir, monkeypatch):
-    began = asyncio.Event()
+async def test_a_server_that_is_too_slow_for_the_probe_is_used_without(
+    server, start_llama, save_dir, monkeypatch
+):
+    began, probe = asyncio.Event(), session_module.probe
 
     async def never(*_, **__):
         began.set()
@@ -279,6 +281,11 @@ async def test_a_server_that_is_too_slow_for_the_probe_is_used_without(server, s
     assert {Capability.KV_EVENTS, Capability.PIN} <= info.capabilities
     assert Capability.CACHE_SALT not in info.capabilities
     assert "raise health.timeout_s" in " ".join(map(str, adapter.findings()))
+    monkeypatch.setattr(session_module, "probe", probe)
+    server.stop()
+    start_llama(slots=2, ctx=1024, save_dir=save_dir, port=server.port)  # another process may be faster
+    assert Capability.CACHE_SALT in (await adapter.connect()).capabilities
+    assert adapter.findings() == ()
     await adapter.aclose()
 
 
