@@ -187,7 +187,7 @@ class LlamaServerAdapter(EngineAdapter):
         """Saves prefixes there from now on. EngineSpecError means that it contradicts another engine."""
         if place is not None:
             self._registry = SavedPrefixes.shared(place, self.spec.id)
-            self._registry.subscribe(self._on_saved)
+            self._registry.subscribe(self._on_saved, self.spec.id)
 
     def _find_directory(self, model: RouterModel) -> None:
         """Learns from a router of this machine where a model's process will save, if no setting names that.
@@ -494,7 +494,8 @@ class LlamaServerAdapter(EngineAdapter):
         self._lock.free()
         if self._registry is not None:
             self._registry.unsubscribe(self._on_saved)
-            self._registry.unpin(self.spec.id)
+            if self._told is not None:  # else an adapter with other settings may be using its server
+                self._registry.unpin(self.spec.id)
         await super().aclose()
 
     async def end_session(self, *, farewell: bool) -> None:

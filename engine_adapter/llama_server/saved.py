@@ -99,7 +99,7 @@ class SavedPrefixes:
     """The saved prefixes of the servers that share a directory. Other kvpin processes may share the
     directory: files may come and go, and each process applies its caps to the files it knows."""
 
-    _shared: ClassVar[WeakValueDictionary[Path, SavedPrefixes]] = WeakValueDictionary()
+    _shared: ClassVar[WeakValueDictionary[SavedPlace, SavedPrefixes]] = WeakValueDictionary()
 
     def __init__(self, place: SavedPlace, *, clock: Callable[[], float] = time.time) -> None:
         if place.disk == place.host:
@@ -114,7 +114,7 @@ class SavedPrefixes:
         # What the files of a key are worth to its servers. A key without a server has the guesses.
         self.rates: defaultdict[str, SlotRates] = defaultdict(SlotRates)
         self._entries: dict[str, Saved] = {}
-        self._listeners: set[Listener] = set()
+        self._listeners: dict[Listener, str] = {}  # whose each is: an engine
         self._counts: Counter[str] = Counter(evicted=0, demoted=0, promoted=0, refused=0)
         self._tasks = OwnTasks(f"work on the saved prefixes in {place.host}", StateFileError)
         self._rebuilding: asyncio.Task[None] | None = None
@@ -122,18 +122,21 @@ class SavedPrefixes:
     @classmethod
     def shared(cls, place: SavedPlace, engine: str) -> SavedPrefixes:
         """The registry of `place`: one per host directory for all adapters of this process. EngineSpecError
-        means that the `engine` contradicts another one."""
+        means that the `engine` contradicts another one. Its adapter with other settings may still be there:
+        that one keeps its registry until it is closed."""
         resolved = SavedPlace(
             place.host.resolve(), place.host_bytes, place.disk and place.disk.resolve(), place.disk_bytes
         )
-        registry = cls._shared.get(resolved.host)
-        if registry is None or (registry.place != resolved and not registry._listeners):  # noqa: SLF001 - its own
-            registry = cls._shared[resolved.host] = cls(resolved)
-        if registry.place != resolved:
+        there = [each for each in cls._shared.values() if each.place.host == resolved.host]
+        others = [each for each in there if each.place != resolved]
+        if {id_ for each in others for id_ in each._listeners.values()} - {engine}:  # noqa: SLF001 - its own
             raise EngineSpecError(
                 f"engine {engine!r} and another one share {resolved.host} for saved prefixes with different "
-                "bytes or disk tiers: give them the same"
+                "bytes or disk tiers: give them the same, and restart kvpin if both use it already"
             )
+        registry = cls._shared.get(resolved)
+        if registry is None or (others and not registry._listeners):  # noqa: SLF001
+            registry = cls._shared[resolved] = cls(resolved)
         return registry
 
     # --- What there is ---------------------------------------------------------------------------
@@ -173,13 +176,13 @@ class SavedPrefixes:
         ]
         return {"tiers": tiers, **self._counts, "saved": entries}
 
-    def subscribe(self, listener: Listener) -> None:
-        """Calls `listener` after every change from now on."""
-        self._listeners.add(listener)
+    def subscribe(self, listener: Listener, engine: str) -> None:
+        """Calls the `listener` of an engine after every change from now on."""
+        self._listeners[listener] = engine
 
     def unsubscribe(self, listener: Listener) -> None:
         """No longer calls `listener`."""
-        self._listeners.discard(listener)
+        self._listeners.pop(listener, None)
 
     # --- What comes in ---------------------------------------------------------------------------
 

@@ -387,23 +387,31 @@ class Reconciler:
         """What has to be done, so that these engines are used, and no others. All are made before one joins:
         an engine that cannot be used must change nothing."""
         plan = _Plan()
-        for each in wanted:
-            member = self._member(each.id)
-            is_claimed = member in plan.staying or member in plan.changing
-            if member is not None and not is_claimed and member.is_to_be(each.entry):
-                plan.staying[member] = each
-            elif each.ordered is not None:
-                plan.ordered.append(each)
-            elif each.id not in self._fleet.engines and each.id not in plan.joining:
-                plan.joining[each.id] = self._make(each)
-            elif member is None or member.is_leaving or member.named.ordered is not None:
-                plan.waiting.append(each)
-            else:
-                plan.changing[member] = self._make(each)
+        try:
+            for each in wanted:
+                self._plan(plan, each)
+        except EngineSpecError:
+            for _, adapter, _ in (*plan.joining.values(), *plan.changing.values()):
+                self._tasks.start(f"close {id(adapter)}", adapter.aclose())
+            raise
         here = (member for member in self._members.values() if self._fleet.has(member.engine))
         stays = {*plan.staying, *plan.changing}
         plan.leaving += [member for member in here if not member.is_leaving and member not in stays]
         return plan
+
+    def _plan(self, plan: _Plan, each: NamedEngine) -> None:
+        member = self._member(each.id)
+        is_claimed = member in plan.staying or member in plan.changing
+        if member is not None and not is_claimed and member.is_to_be(each.entry):
+            plan.staying[member] = each
+        elif each.ordered is not None:
+            plan.ordered.append(each)
+        elif each.id not in self._fleet.engines and each.id not in plan.joining:
+            plan.joining[each.id] = self._make(each)
+        elif member is None or member.is_leaving or member.named.ordered is not None:
+            plan.waiting.append(each)
+        else:
+            plan.changing[member] = self._make(each)
 
     def _make(self, named: NamedEngine) -> _Made:
         if isinstance(named.entry, ManagedSettings):

@@ -58,7 +58,7 @@ class SchedulerWorld:
         self.contents = SlotContents("e", facts, control, registry, self.mirror, self.clock)
         self.scheduler = SlotScheduler(self.contents)
         self.table = self.contents.table
-        registry.subscribe(self._on_saved)
+        registry.subscribe(self._on_saved, "e")
 
     def _on_saved(self, event, _entry):
         if event is SavedEvent.REMOVED:

@@ -19,11 +19,13 @@ from engine_adapter import (
     ModelNotLoaded,
     ModelState,
     NotSupported,
+    make_adapter,
 )
 from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server import session as session_module
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
+from tests.engines import engine_spec
 from tests.llama import running_llama_router
 
 PLAIN = {Capability.CACHED_TOKENS, Capability.TOKENIZE}
@@ -40,6 +42,23 @@ class TestLives:
         again = start_llama(slots=2, ctx=1024, save_dir=save_dir, port=server.port)
         async with slot_world(again.url, host_cache_dir=str(save_dir)) as world:
             assert await world.ask(prompt_of(1)) == (text, 99, 99)
+
+    async def test_other_sizes_in_the_settings_count_from_the_next_connection_on(self, save_dir, world):
+        """As for a reload of the settings: the next adapter is made while this one is used, or given up."""
+
+        text, *_ = await world.ask(prompt_of(1))
+        await world.do(KvVerb.OFFLOAD)
+        await world.adapter.pin(KvTarget(prompt_of(1)), 100)
+        (entry,) = world.adapter._registry._entries.values()
+        told = {"host_cache_dir": str(save_dir)}
+        for sizes in ({}, {"host_cache_bytes": 1 << 20}):
+            given_up = make_adapter(engine_spec("llama_server", world.server.url, "one", **told, **sizes))
+            await given_up.aclose()
+            assert entry.pins
+        await world.adapter.aclose()
+        async with slot_world(world.server.url, "one", **told, **sizes) as then:
+            assert (await then.adapter.stats())["files"]["tiers"]["host"]["cap"] == 1 << 20
+            assert await then.ask(prompt_of(1)) == (text, 99, 99)
 
     async def test_a_restart_between_two_checks_is_noticed(self, start_llama, save_dir, world):
         await world.ask(prompt_of(1))

@@ -52,7 +52,7 @@ class World:
         """What a restart of kvpin does."""
         self.registry = SavedPrefixes(self.place, clock=self.clock)
         self.told.clear()
-        self.registry.subscribe(lambda event, saved: self.told.append((event, saved.name, saved.tier)))
+        self.registry.subscribe(lambda event, saved: self.told.append((event, saved.name, saved.tier)), "e")
 
     def server_saves(self, tokens, size: int = SIZE, key: str = KEY) -> str:
         name = saved_files.new_name(key)
@@ -115,18 +115,32 @@ def refused(reason: FileFault, why: str | None = None):
 def test_adapters_that_share_a_directory_share_the_registry(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     one = SavedPrefixes.shared(SavedPlace(tmp_path / "host", 10), "e")
-    one.subscribe(print)
-    assert SavedPrefixes.shared(SavedPlace(tmp_path / "link" / "host", 10), "e") is one
-    assert SavedPrefixes.shared(SavedPlace(tmp_path / "other", 10), "e") is not one
+    one.subscribe(print, "e")
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "link" / "host", 10), "f") is one
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "other", 10), "f") is not one
     for other in (
         SavedPlace(tmp_path / "host", 11),
         SavedPlace(tmp_path / "host", 10, tmp_path / "disk", 10),
     ):
         with pytest.raises(EngineSpecError, match="give them the same"):
-            SavedPrefixes.shared(other, "e")
+            SavedPrefixes.shared(other, "f")
     one.unsubscribe(print)
     one.unsubscribe(print)  # again is fine
-    assert SavedPrefixes.shared(SavedPlace(tmp_path / "host", 11), "e").place.host_bytes == 11
+    assert SavedPrefixes.shared(SavedPlace(tmp_path / "host", 11), "f").place.host_bytes == 11
+
+
+def test_the_only_engine_of_a_directory_may_get_other_bytes(tmp_path):
+    places = [SavedPlace(tmp_path, 10), SavedPlace(tmp_path, 11)]
+    old = SavedPrefixes.shared(places[0], "e")
+    old.subscribe(print, "e")
+    new = SavedPrefixes.shared(places[1], "e")
+    assert [old.place, new.place] == places
+    assert SavedPrefixes.shared(places[0], "e") is old  # the new settings are given up
+    new.subscribe(print, "e")
+    old.unsubscribe(print)
+    with pytest.raises(EngineSpecError, match="give them the same"):
+        SavedPrefixes.shared(places[0], "f")
+    assert SavedPrefixes.shared(places[0], "e") is not old  # what it knows of the files is old
 
 
 @pytest.mark.parametrize(
@@ -477,7 +491,7 @@ async def test_a_listener_that_fails_while_nobody_waits_is_heard_of(tmp_path, ca
         if event is SavedEvent.MOVED:
             raise RuntimeError("what a listener did wrong")
 
-    tiers.registry.subscribe(fail)
+    tiers.registry.subscribe(fail, "e")
     first, _, _ = [await tiers.save(100 * i) for i in (1, 2, 3)]
     assert first.tier is Tier.DISK
     assert "what a listener did wrong" in caplog.text

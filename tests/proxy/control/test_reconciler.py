@@ -117,11 +117,18 @@ async def test_a_changed_engine_is_used_until_its_requests_have_ended_and_then_c
     assert await proxy.engines.told_uses(other.url.encode())
 
 
-async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(engine, proxy, tmp_path):
+async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(engine, proxy, tmp_path, monkeypatch):
+    closed = []
+
+    async def aclose(adapter):
+        closed.append((adapter.spec.id, adapter.spec.api_key))
+
+    monkeypatch.setattr(OpenAICompatibleAdapter, "aclose", aclose)
     bad = named("c", "https://127.0.0.1:1", ca=str(tmp_path / "none"))
     with pytest.raises(EngineSpecError, match="engine 'c': ca: "):
-        proxy.engines.follow([named("b", engine.url), bad], grace_s=60)
+        proxy.engines.follow([named("b", engine.url), named("a", engine.url, api_key="k"), bad], grace_s=60)
     assert ids(proxy) == ["a"]
+    await until(lambda: closed == [("b", None), ("a", "k")])
     assert proxy.engines.follow([named("a", engine.url)], grace_s=60).removed == ()
 
 
