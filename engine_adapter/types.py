@@ -297,6 +297,7 @@ class EngineLoad:
         counted: False if the engine reports no load and the counts mean nothing.
         gpu_usage: share of its GPU blocks in use, 0 to 1.
         outdated: the `EngineInfo` no longer holds, although the process is the same: connect again.
+        emptied: since it was asked last, it has lost the KV that its answers had shown.
     """
 
     running: int
@@ -304,6 +305,7 @@ class EngineLoad:
     gpu_usage: float | None = None
     outdated: bool = False
     counted: bool = True
+    emptied: bool = False
 
 
 # --- KV events, in the order an engine sends them ------------------------------------------------

@@ -104,6 +104,7 @@ class LlamaServerAdapter(EngineAdapter):
         self._flags: tuple[str, ...] | None = None  # of a router's model, when `_known` was begun
         self._too_slow = ""  # the identity of a process that was too slow for the probe
         self._pulse = Pulse()  # as it was told last, where there are no managed slots
+        self._is_emptied = False  # such slots have lost their KV; `load` has not told it yet
         self._connecting = Lock()
 
     # --- what it is -----------------------------------------------------------------------------------
@@ -289,7 +290,9 @@ class LlamaServerAdapter(EngineAdapter):
                 is_new = await session.can_be_probed() and self._session is session
                 if is_new:
                     await self.end_session(farewell=False)  # requests wait until the next one has begun
-            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new or self._is_outdated)
+            is_emptied, self._is_emptied = self._is_emptied, False
+            is_new = is_new or self._is_outdated
+            return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new, emptied=is_emptied)
         # Only after requests: reading the slots regularly would keep the server from falling asleep.
         if scheduler.has_worked and not (scheduler.streams or scheduler.moves_kv or scheduler.sleeps):
             await scheduler.reconcile()
@@ -318,7 +321,8 @@ class LlamaServerAdapter(EngineAdapter):
         if self._scheduler is not None:
             await self._scheduler.look()
         elif self._router is None:
-            self._pulse = await read_pulse(self._control)
+            before, self._pulse = self._pulse, await read_pulse(self._control)
+            self._is_emptied |= self._pulse.is_sleeping and not before.is_sleeping
 
     @property
     def _is_outdated(self) -> bool:
@@ -501,6 +505,7 @@ class LlamaServerAdapter(EngineAdapter):
     async def end_session(self, *, farewell: bool) -> None:
         """The process is gone, another kvpin has it, or, with `farewell`, its slots are to be saved first."""
         session, self._session, self.capabilities = self._session, None, None
+        self._is_emptied |= session is not None and session.scheduler is None
         try:
             if session is not None:
                 await session.end(farewell=farewell)

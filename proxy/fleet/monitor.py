@@ -219,6 +219,8 @@ class Monitor:
         if load.counted:
             engine.ledger.reported(monotonic(), load.running + load.waiting)
             engine.ledger.backlog.reported(load.waiting)
+        if load.emptied and (pool := self._fleet.pool_of(engine)) is not None:
+            pool.wipe(engine)
         is_sure, doubts = engine.sure.is_set(), engine.doubts
         may_differ = load.outdated or engine.was_cut_short or engine.model_failed or not is_sure
         if may_differ or engine.state is EngineState.SUSPECT:

@@ -100,17 +100,19 @@ class TestLives:
     async def test_one_whose_slots_are_not_managed_is_seen_to_sleep_and_to_wake(self, start_llama, save_dir):
         server = start_llama("--sleep-idle-seconds", "1", "--no-slots", save_dir=save_dir)
         async with slot_world(server.url) as world:
-            adapter = world.adapter
+            adapter, loads = world.adapter, []
 
             async def until(state):
                 async with asyncio.timeout(20):
                     while adapter.model_state is not state:
-                        await adapter.load()
+                        loads.append(await adapter.load())
                         await asyncio.sleep(0.1)
 
             await adapter.connect()
             assert await adapter.is_loaded()
             await until(ModelState.SLEEPING)
+            loads.append(await adapter.load())
+            assert [load.emptied for load in loads if load.emptied] == [True]  # what it held is gone
             assert not await adapter.is_loaded()
             ask = "/v1/completions", JsonBody(b'{"prompt": "x"}')
             with pytest.raises(ModelNotLoaded):  # it fell asleep in the middle of a check
@@ -235,6 +237,22 @@ class TestRoutersModel:
                         assert (Capability.CACHE_SALT in info.capabilities) == (ram == "0")
                         await world.ask(prompt_of(1), salt="a", model="m")
                     assert world.adapter._session.facts.ram_cache == (ram != "0")
+
+    @pytest.mark.parametrize("flag", ["-kvu", "-no-kvu"])
+    async def test_one_that_was_unloaded_has_lost_what_its_answers_showed(
+        self, tmp_path, models, save_dir, flag
+    ):
+        """Where its slots are managed, its events tell that."""
+        with running_llama_router(tmp_path / "log", models, flag, save_dir=save_dir) as router:
+            async with slot_world(router.url, host_cache_dir=str(save_dir), model="m") as world:
+                async with world.hold(prompt_of(1), model="m") as hold:
+                    await world.answer(hold)
+                assert not (await world.adapter.load()).emptied
+                async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+                    await client.post("/models/unload", json={"model": "m"})
+                await self.ended(world)
+                told = [(await world.adapter.load()).emptied for _ in range(2)]
+                assert told == [flag == "-kvu", False]
 
     async def test_a_client_that_leaves_in_mid_probe_says_nothing_of_its_speed(
         self, tmp_path, models, save_dir, monkeypatch

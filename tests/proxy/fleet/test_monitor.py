@@ -426,6 +426,16 @@ class HastyAdapter(FakeAdapter):
         return replace(await super().load(), outdated=self.found != self.info)
 
 
+async def test_one_that_lost_its_kv_is_no_longer_thought_to_hold_what_its_answers_showed(world):
+    engine, adapter = await world.ready()
+    pool = world.fleet.pools["m"]
+    pool.learn(engine, (1,))
+    adapter.load = AsyncMock(return_value=EngineLoad(running=0, waiting=0, emptied=True))
+    await until(lambda: not pool.index.held("a", Tier.GPU))
+    assert len(engine.learned) == 0
+    assert engine.connections == 0  # it is the same
+
+
 async def test_one_that_goes_elsewhere_while_it_is_checked_is_not_ready_again(world):
     engine, adapter = await world.ready()
     begun, go = asyncio.Event(), asyncio.Event()
