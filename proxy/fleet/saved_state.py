@@ -119,7 +119,8 @@ async def recall_view(engine: Engine, view: EngineView, memory: EngineMemory) ->
 
 def recall_learned(engine: Engine, pool: Pool, memory: EngineMemory) -> None:
     """Fills the model of an engine's cache, if its process is the same."""
-    if engine.info is None or memory.instance != engine.info.instance or not memory.learned:
+    info = engine.info
+    if info is None or not (info.names_process and memory.instance == info.instance and memory.learned):
         return
     engine.salts.restore(memory.salts)
     for packed in memory.learned:

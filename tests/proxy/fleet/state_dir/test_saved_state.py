@@ -247,13 +247,15 @@ async def test_what_was_hashed_otherwise_is_dropped_with_a_warning(memory, info)
     await kvpin.tasks.stop()
 
 
-@pytest.mark.parametrize(("instance", "is_same"), [("i1", True), ("i2", False)])
-async def test_what_was_learned_counts_for_the_same_process(instance, is_same):
+@pytest.mark.parametrize(
+    ("info", "is_same"), [({}, True), ({"instance": "i2"}, False), ({"names_process": False}, False)]
+)
+async def test_what_was_learned_counts_for_the_same_process(info, is_same):
     kvpin = Connected(events=False)
     kvpin.engine.salts.note("red", "red-1")
     kvpin.pool.learn(kvpin.engine, (1, 2, 3))
     kvpin.pool.learn(kvpin.engine, (1, 4))
-    later = Connected([await kvpin.kept()], events=False, instance=instance)
+    later = Connected([await kvpin.kept()], events=False, **info)
     held = [Match(gpu=3), Match(gpu=2)] if is_same else []
     chains = (1, 2, 3), (1, 4)
     assert [match for chain in chains for match in later.pool.index.match(chain).values()] == held
