@@ -127,6 +127,10 @@ class LlamaServerAdapter(EngineAdapter):
     async def connect(self) -> EngineInfo:
         await self._control.fetch("GET", "/health")
         async with self._connecting:
+            if self._session is not None:
+                control = self._control if self._router is None else self._router.control
+                if ((await read_pulse(control)).role == "router") != (self._router is not None):
+                    await self.end_session(farewell=False)  # a plain server took the place of a router
             if self._session is None:
                 await self._meet()
             if self._router is not None and self.spec.model is None:
@@ -150,6 +154,8 @@ class LlamaServerAdapter(EngineAdapter):
         self._pulse = await read_pulse(self._control)
         router = Router.at(self.spec, self._pulse)
         if router is not self._router:
+            if self._router is not None:
+                await self._router.leave(name or "", self.end_session)
             self._router, self._known = router, None
             if router is not None:
                 router.join(name or "", self.end_session)

@@ -154,7 +154,7 @@ class Router:
         self.loads = True  # when a request names a model
         self.load_limit_s = spec.options.load_s  # a load that tells nothing for so long has failed
         self._most = 0
-        self._control = ControlClient(spec)
+        self.control = ControlClient(spec)  # asks the router itself, not one of its models
         self._models: dict[str, RouterModel] = {}
         self._cards: dict[str, dict[str, Any]] = {}
         self._residents: dict[str, EndSession] = {}  # who uses a model
@@ -238,7 +238,7 @@ class Router:
 
     async def refresh(self) -> None:
         """Asks the router for the states. Tells the adapters of models whose process has ended."""
-        answer = await self._control.get("/models")
+        answer = await self.control.get("/models")
         before = self._models
         try:
             self._models = {model.id: model for model in msgspec.convert(answer, _Models).data}
@@ -282,7 +282,7 @@ class Router:
                 del self._shared[key]
             follower.cancel()
             await asyncio.wait([follower])
-            await self._control.aclose()
+            await self.control.aclose()
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[None]:
@@ -383,7 +383,7 @@ class Router:
     async def _load(self, name: str, came: float) -> bool:
         """Asks the router to load a model; False if it has no room yet. Raises ModelFailed."""
         try:
-            await self._control.call("POST", "/models/load", json={"model": name})
+            await self.control.call("POST", "/models/load", json={"model": name})
         except EngineRejected as error:
             await self.refresh()
             if self.state(name) in (*_IN_MEMORY, ModelState.LOADING):
@@ -409,7 +409,7 @@ class Router:
                 f"{self.load_limit_s:g} s; look for it in the router's presets, or raise load_s",
             )
             with suppress(EngineRejected):  # it has ended by itself
-                await self._control.call("POST", "/models/unload", json={"model": name})
+                await self.control.call("POST", "/models/unload", json={"model": name})
 
     def _remember(self, name: str, why: str) -> None:
         """A model failed to load: it is not tried again before some time has passed."""
@@ -468,7 +468,7 @@ class Router:
                 await self._residents[name](farewell=True)
             self._ending = name
             with suppress(EngineRejected):  # it has ended by itself
-                await self._control.call("POST", "/models/unload", json={"model": name})
+                await self.control.call("POST", "/models/unload", json={"model": name})
             await self.refresh()
             while name in self._models and self._models[name].process is not None:
                 await self._change()
@@ -493,7 +493,7 @@ class Router:
         """Looks at the models whenever the router says that one has changed."""
         while True:
             with suppress(EngineError, TimeoutError):
-                async with self._control.stream("/models/sse") as events:
+                async with self.control.stream("/models/sse") as events:
                     await self.refresh()
                     while news := await events.receive():
                         # A chunk of events names the loading models that told of their progress.

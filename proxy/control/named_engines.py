@@ -59,6 +59,8 @@ class Parts(dict[str, tuple[int, ...] | tuple[str, ...]]):
 
     def learn(self, url: str, parts: tuple[int, ...] | tuple[str, ...]) -> bool:
         """A server has these ranks, or models; none if it does not tell. Whether that is new."""
+        if not parts and all(isinstance(part, str) for part in self.get(url, ())):  # a router always tells
+            return self.pop(url, None) is not None
         ranks = [part for part in parts if isinstance(part, int)]
         whole = tuple(ranks[:1])  # a single rank is the server, a single model of a router is not
         if not parts or self.get(url, whole) == parts:

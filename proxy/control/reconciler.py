@@ -207,7 +207,8 @@ class Reconciler:
         parts, was_known = tuple(info.models) or info.ranks, url in self._parts
         if member is None or member.is_leaving or member.named.ordered is not None:
             return False  # what an operator added is as the order says
-        if not self._parts.learn(url, parts):
+        is_part = member.named.entry is not member.named.whole
+        if not (parts or is_part) or not self._parts.learn(url, parts):
             return False
         try:
             changes = self._settle()

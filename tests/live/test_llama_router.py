@@ -216,6 +216,23 @@ def test_a_model_is_not_loaded_where_the_router_does_not(tmp_path):
         assert "not loaded" in answer.json()["error"]["message"]
 
 
+def test_a_plain_server_in_the_place_of_a_router_is_one_engine_with_its_own_model(tmp_path):
+    def served() -> list[str]:
+        listed = httpx.get(f"{world.kvpin.base_url}/models", timeout=WAIT_S, trust_env=False).json()
+        return [model["id"] for model in listed["data"]]
+
+    with router_world(tmp_path) as world:
+        assert world.chat("m0", begun("a")).status_code == 200  # m1 was never in memory
+        world.router.stop()
+        flags = "--alias", "plain"
+        with running_llama_server(tmp_path / "plain.log", None, *flags, slots=2, port=world.router.port):
+            until(lambda: served() == ["plain"], "one model", world.kvpin.log.read_text)
+            assert world.chat("plain", begun("a")).status_code == 200
+            assert list(world.kvpin.engines()) == ["llama_server-0"]
+        with running_llama_router(tmp_path / "again.log", world.router.model, port=world.router.port):
+            until(lambda: {*MODELS} <= {*served()}, "its models again", world.kvpin.log.read_text)
+
+
 def sleeps(server: RunningLlama) -> bool:
     return httpx.get(f"{server.url}/props", timeout=WAIT_S, trust_env=False).json()["is_sleeping"]
 

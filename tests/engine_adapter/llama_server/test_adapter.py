@@ -218,6 +218,25 @@ class TestRoutersModel:
                         await client.post("/models/unload", json={"model": "m"})
                     await self.ended(world)
 
+    async def test_a_plain_server_in_the_place_of_its_router_is_met_as_one_and_the_other_way_round(
+        self, tmp_path, models, save_dir, start_llama
+    ):
+        told, log = {"host_cache_dir": str(save_dir), "model": "m"}, tmp_path / "log"
+        async with AsyncExitStack() as stack:
+            with running_llama_router(log, models, save_dir=save_dir) as router:
+                world = await stack.enter_async_context(slot_world(router.url, **told))
+                await world.ask(prompt_of(1), model="m")
+                met = world.adapter._router
+            plain = start_llama(slots=2, ctx=1024, save_dir=save_dir, port=router.port)
+            info = await world.adapter.connect()
+            assert (info.models, info.max_model_len) == ({}, 1024)
+            await world.ask(prompt_of(1), model="m")
+            assert met._follower is None  # it is not asked any more
+            plain.stop()
+            with running_llama_router(log, models, save_dir=save_dir, port=router.port):
+                assert (await world.adapter.connect()).models == {"m": ModelState.UNLOADED}
+                await world.ask(prompt_of(1), model="m")
+
     async def test_other_flags_may_mean_a_cache_that_serves_every_tenant(self, tmp_path, models, save_dir):
         def start(ram, port=0):
             flags = "--cache-ram", ram

@@ -25,7 +25,8 @@ def test_an_entry_stands_for_the_models_of_a_router():
     assert parts.learn(URL, ("a", "b"))
     assert ids(parts.split(router)) == ["r-a", "r-b"]
     assert parts.split(named) == [named]
-    assert not parts.learn(URL, ())
+    assert parts.learn(URL, ())  # it is no router any more
+    assert parts.split(router) == [router]
 
 
 def test_an_entry_stands_for_the_ranks_that_its_server_told():

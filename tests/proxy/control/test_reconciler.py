@@ -20,7 +20,7 @@ from proxy.fleet.engine import EngineState, order_name
 from proxy.fleet.managed_engine import ManagedEngine
 from proxy.server.app import Proxy
 from proxy.settings import EngineSettings, ManagedSettings, Settings, StartedSettings, engine_as_json
-from tests.fakes import FakeEngine
+from tests.fakes import INFO, FakeEngine
 from tests.kv_world import until
 
 NOWHERE = "http://127.0.0.1:1"
@@ -130,6 +130,12 @@ async def test_one_engine_that_cannot_be_used_leaves_all_as_they_are(engine, pro
     assert ids(proxy) == ["a"]
     await until(lambda: closed == [("b", None), ("a", "k")])
     assert proxy.engines.follow([named("a", engine.url)], grace_s=60).removed == ()
+
+
+async def test_another_engine_at_a_routers_address_says_nothing_of_its_models(engine, proxy):
+    proxy.engines._parts.learn(engine.url, ("m", "n"))
+    assert not proxy.engines.split(proxy.fleet.engine("a"), INFO)
+    assert engine.url in proxy.engines._parts
 
 
 async def test_a_process_ends_with_its_engine():
