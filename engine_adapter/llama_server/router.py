@@ -96,6 +96,13 @@ class RouterModel(msgspec.Struct, frozen=True):
         args = self.status.args
         return args[args.index(name) + 1] if name in args[:-1] else None
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The command line of each of its processes, without the port."""
+        args = self.status.args
+        at = args.index("--port") if "--port" in args else len(args)
+        return (*args[:at], *args[at + 2 :])
+
 
 class _Models(msgspec.Struct, frozen=True):
     data: list[RouterModel]
@@ -199,11 +206,7 @@ class Router:
 
     def flags(self, name: str) -> tuple[str, ...] | None:
         """The command line of each process of a model, without its port; None if there is no such model."""
-        if name not in self._models:
-            return None
-        args = self._models[name].status.args
-        at = args.index("--port") if "--port" in args else len(args)
-        return (*args[:at], *args[at + 2 :])
+        return self._models[name].flags if name in self._models else None
 
     def state(self, name: str) -> ModelState:
         """The state of a model. One that the router no longer has is unloaded, and one that it is ending. One
@@ -421,6 +424,8 @@ class Router:
         """Notes which loads have begun and ended since the router told `before`."""
         now = monotonic()
         for name, model in self._models.items():
+            if name not in before or before[name].flags != model.flags:
+                self._failures.pop(name, None)  # its operator may have mended it
             if model.state is ModelState.LOADING:
                 if name not in before or before[name].process != model.process:
                     self._heard[name] = now

@@ -273,6 +273,22 @@ async def test_a_model_that_failed_to_load_is_tried_again_at_an_operators_wish()
         assert router.failure("b") is None
 
 
+@pytest.mark.parametrize(("flags", "is_mended"), [(["-c", "9"], True), ([], False)])
+async def test_a_model_that_failed_to_load_is_tried_again_once_its_flags_have_changed(flags, is_mended):
+    """A router that was restarted tells those that its operator has mended, and another port in any case."""
+    async with routing("a", "b", broken="b") as (fake, router):
+        fake.states["b"]["args"] = ["llama-server", "--port", "0"]
+        await router.refresh()
+        with pytest.raises(ModelFailed):
+            await ask(router, "b")
+        fake.broken = ""
+        fake.states["b"] = {"value": "unloaded", "args": ["llama-server", "--port", "1", *flags]}
+        await router.refresh()
+        assert (router.failure("b") is None) is is_mended
+        if is_mended:
+            await ask(router, "b")
+
+
 async def test_each_failure_of_a_model_doubles_the_pause_after_it(clock):
     async with routing("a", broken="a") as (fake, router):
         tried = []
