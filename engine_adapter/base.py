@@ -118,9 +118,8 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     async def connect(self) -> EngineInfo:
-        """Asks the engine what it is; called again after each outage, and after a call that was cut short. It
-        does not affect other requests. Once for each process, it may try out what the engine can do, by a few
-        requests for one token [`may_try`].
+        """Asks the engine what it is; called again after each outage or call that was cut short. It does not
+        affect others. Once for each process, it may try it out, by a few requests for one token [`may_try`].
 
         Raises:
             EngineUnavailable: the engine is gone, not ready, or too busy to be tried out.
