@@ -193,13 +193,10 @@ class SavedPrefixes:
 
     async def rebuild(self) -> None:
         """Reads the directories once; concurrent callers wait. After an error, the next call tries again."""
-        task = self._rebuilding = self._rebuilding or self._tasks.start(self._rebuild())
-        try:
-            await asyncio.shield(task)
-        except StateFileError:
-            if self._rebuilding is task:
-                self._rebuilding = None
-            raise
+        task = self._rebuilding
+        if task is None or (task.done() and task.exception() is not None):
+            task = self._rebuilding = self._tasks.start(self._rebuild())
+        await asyncio.shield(task)
 
     async def _rebuild(self) -> None:
         taken: frozenset[str] = frozenset()

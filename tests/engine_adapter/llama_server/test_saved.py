@@ -554,6 +554,20 @@ async def test_a_directory_that_is_not_there_is_asked_for_and_tried_again(tmp_pa
     assert len(list(world.registry.entries(KEY))) == 1
 
 
+async def test_a_failure_that_came_after_its_caller_had_left_is_told_to_nobody(tmp_path):
+    world = World(tmp_path)
+    await world.save(1)
+    world.open()
+    world.host.rename(tmp_path / "away")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await world.registry.rebuild()
+    await world.registry._tasks.settled()
+    (tmp_path / "away").rename(world.host)
+    await world.registry.rebuild()
+    assert len(list(world.registry.entries(KEY))) == 1
+
+
 async def test_a_disk_tier_that_cannot_be_made(tmp_path):
     (tmp_path / "disk").write_text("a file")
     with refused(FileFault.UNWRITABLE):
