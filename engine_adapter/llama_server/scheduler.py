@@ -195,6 +195,7 @@ class SlotScheduler:
         self.waiting += 1
         try:
             await self.is_asleep()
+            self._check_open()  # nobody releases a slot that is taken from now on
             if self.is_lost:
                 raise EngineUnavailable("the server has changed")
             self.sleeps = False  # the request wakes it

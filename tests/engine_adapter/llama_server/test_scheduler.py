@@ -461,6 +461,19 @@ class TestClose:
             with pytest.raises(EngineUnavailable, match="lost"):
                 await late
 
+    async def test_who_asks_meanwhile_whether_the_server_sleeps_is_told(self, world):
+        """None takes a slot: nobody would release it for the others."""
+        world.clock.ahead += 2
+        with stopped(world.server):
+            asks = [asking(world, prompt_of(seed)) for seed in range(3)]
+            await world.until(lambda: world.scheduler.waiting == 3)
+            await world.scheduler.aclose()
+            for late in asks:
+                with pytest.raises(EngineUnavailable, match="lost"):
+                    async with asyncio.timeout(WAIT_S):
+                        await late
+        assert world.operations() == [None, None]
+
     async def test_what_still_runs_tells_nothing_any_more(self, world):
         """The slots, by then, may be another scheduler's, who tells the same mirror."""
         async with world.scheduler.lease(SlotRequest(prompt_of(1))) as lease:
