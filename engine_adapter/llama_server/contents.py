@@ -143,7 +143,7 @@ class SlotContents:
     async def save(self, slot: Slot) -> bool:
         """Saves a slot on which SAVE has begun; the file's header then lists all its tokens. False if the
         save failed, which leaves the slot as it was, or if somebody else changed the slot."""
-        registry, salt, length = self._saved, slot.salt, slot.length
+        registry, tokens, salt, length, uses = self._saved, slot.tokens, slot.salt, slot.length, slot.uses
         if registry is None or salt == UNKNOWN_OWNER or not length:
             return False
         name, entry = saved_files.new_name(self.facts.key), None
@@ -172,8 +172,8 @@ class SlotContents:
         finally:
             if entry is None:
                 await registry.discard(name)
-        kept = 0 if entry is None else common_prefix(entry.tokens, slot.tokens)
-        if entry is None or moved.tokens != length or kept < len(slot.tokens):
+        kept = 0 if entry is None else common_prefix(entry.tokens, tokens)
+        if entry is None or moved.tokens != length or kept < len(tokens):
             # Its owner is unknown too, so the tenant that this slot served does not get it.
             self.mark_changed(slot, moved.tokens)
             if entry is not None:
@@ -183,7 +183,8 @@ class SlotContents:
         self.counts.saves += 1
         self.counts.saved_tokens += moved.tokens
         self.rates.saved(moved.tokens, moved.size, moved.seconds)
-        self.table.hold(slot.id, entry.tokens, salt, saved=entry.count, text=slot.text)
+        if slot.uses == uses:  # else the server fell asleep meanwhile, and the slot is empty
+            self.table.hold(slot.id, entry.tokens, salt, saved=entry.count, text=slot.text)
         return True
 
     async def restore(self, slot: Slot, entry: Saved) -> bool:

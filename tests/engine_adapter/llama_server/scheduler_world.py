@@ -121,6 +121,12 @@ class SchedulerWorld:
             while not (await read_slots(self.control))[slot].is_processing:
                 pass
 
+    async def until_asleep(self):
+        """Returns when the server sleeps; the scheduler has not seen it yet."""
+        async with asyncio.timeout(WAIT_S):
+            while not (await slot_io.read_pulse(self.control)).is_sleeping:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.1)
+
     def operations(self):
         return [slot.operation for slot in self.table]
 

@@ -122,6 +122,28 @@ class TestSave:
             assert world.table[lease.slot].dirty
             assert "do not fit" in said()[-1]
 
+    async def test_a_server_that_falls_asleep_while_the_file_is_checked_holds_nothing(
+        self, start_llama, save_dir, monkeypatch
+    ):
+        server = start_llama("--sleep-idle-seconds", "1", slots=2, ctx=1024, save_dir=save_dir)
+        async with scheduler_world(server) as world:
+            add = world.registry.add
+
+            async def added_late(*saved, **more):
+                entry = await add(*saved, **more)
+                await world.until_asleep()
+                assert await world.scheduler.look()
+                return entry
+
+            monkeypatch.setattr(world.registry, "add", added_late)
+            lease = await world.ask(prompt_of(1))
+            slot = world.table[lease.slot]
+            assert await world.save(slot.id)
+            assert (slot.is_empty, slot.saved, await held(world)) == (True, 0, 0)
+            assert (len(world.entries()), world.contents.counts.strangers) == (1, 0)
+            again = await world.ask(prompt_of(1))
+            assert (again.restored, again.cached_tokens, again.answer.cached_tokens) == (True, 99, 99)
+
     async def test_what_somebody_else_put_there_is_for_nobody(self, world):
         """As long as what the tenant had: only the file shows it."""
         lease = await world.ask(prompt_of(1), "a")
