@@ -518,6 +518,7 @@ class SlotScheduler:
     def _release(self, slot_id: int) -> None:
         self._turns.release(slot_id)
         self.has_worked, self._worked_at = True, self._clock()
+        self.sleeps = False  # the operation has woken it
         self.changed.set()
 
     def _check_open(self) -> None:

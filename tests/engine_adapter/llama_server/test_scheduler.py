@@ -391,6 +391,20 @@ class TestTake:
         assert len(world.entries()) == 2
         await world.check()
 
+    async def test_a_server_that_a_restore_woke_and_that_sleeps_again_holds_nothing(
+        self, start_llama, save_dir
+    ):
+        server = start_llama("--sleep-idle-seconds", "1", slots=2, ctx=1024, save_dir=save_dir)
+        async with scheduler_world(server) as world:
+            entry = await world.saved_away(prompt_of(7))
+            await world.until_asleep()
+            assert await world.scheduler.look()
+            assert await world.scheduler.bring(entry)
+            assert any(slot.tokens == entry.tokens for slot in world.table)
+            await world.until_asleep()
+            assert await world.scheduler.look()
+            assert all(slot.is_empty for slot in world.table)
+
     async def test_nothing_is_brought_over_pins(self, world):
         entry = await world.saved_away(prompt_of(7))
         for lease in await fill(world, 1, 2):
