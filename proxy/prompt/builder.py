@@ -430,12 +430,13 @@ class PromptBuilder:
         return self._made(asked, "engine", forms)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
+        forms = _TEXT if source.add_special_tokens else _TEXT | _OTHER  # some engines ignore the field
         if isinstance(source.prompt, array):
             prompt: Prompt | None = Prompt(source.prompt, exact=True)
-        elif self.local is not None and self.forms.source(_TEXT) == "local":
-            prompt = self._made(await self.local.text(source, self._context()), "local", _TEXT)
+        elif self.local is not None and self.forms.source(forms) == "local":
+            prompt = self._made(await self.local.text(source, self._context()), "local", forms)
         else:
-            prompt = self._made(await self._ask(path, body), "engine", _TEXT)
+            prompt = self._made(await self._ask(path, body), "engine", forms)
         if prompt is None:
             return None
         vocab_size = self.info.vocab_size

@@ -5,8 +5,10 @@ On an embedded engine, and on a llama-server whose template writes all it is giv
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -18,6 +20,7 @@ from scripts.make_gguf import gguf_path
 from tests.engines import engine_spec
 from tests.live.llama_world import llama_world
 from tests.live.prompt_forms import REQUESTS, WITNESS
+from tests.llama import running_llama_server
 
 pytestmark = pytest.mark.live
 
@@ -108,3 +111,28 @@ async def test_the_ids_are_the_servers(llama_kvpin):
         await adapter.aclose()
     assert sources["tools"] == sources["parallel calls"] == sources["parts"] == "local"
     assert sources["tools with fractions"] == sources["documents"] == "engine"
+
+
+async def test_a_server_adds_special_tokens_whatever_a_completion_says(model, tmp_path):
+    path = Path(shutil.copy(model, tmp_path))
+    change = [sys.executable, "-m", "gguf.scripts.gguf_set_metadata", "--force", path]
+    subprocess.run([*change, "tokenizer.ggml.add_bos_token", "1"], check=True, capture_output=True)
+    with running_llama_server(tmp_path / "log", path) as server:
+        adapter = make_adapter(engine_spec("llama_server", server.url, model="tiny"))
+        try:
+            info = await adapter.connect()
+            builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
+            assert await builder.load(info.tokenizer)
+            await verify_exactness(builder, adapter)
+            for given, source in ((True, "local"), (False, "engine")):
+                body = {"model": "tiny", "prompt": "Brest", "add_special_tokens": given, "max_tokens": 1}
+                prompt = await builder.build(
+                    "/v1/completions", JsonBody(msgspec.json.encode(body)), salt=None
+                )
+                answer = httpx.post(
+                    f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
+                )
+                assert len(prompt.token_ids) == answer.json()["usage"]["prompt_tokens"]
+                assert (prompt.token_ids[0], prompt.source) == (0, source)
+        finally:
+            await adapter.aclose()

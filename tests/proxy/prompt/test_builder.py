@@ -203,18 +203,20 @@ async def test_the_engine_can_be_asked_instead(build, embedded, engine, tables):
         {"messages": HELLO, "documents": [{"text": "a"}]},
         {"messages": HELLO, "reasoning_effort": "low"},
         {"messages": HELLO, "response_format": {"type": "json_object"}},
+        {"prompt": "hello", "add_special_tokens": False},
     ],
 )
 async def test_what_engines_differ_on_is_asked_of_one(build, info_of, engine, tables, fields):
     """One that renders with our own code does not differ."""
+    path = COMPLETIONS if "prompt" in fields else CHAT
     able = frozenset({Capability.TOKENIZE})
     builder = prompts_of(info_of(*able), tables=tables, engines=lambda _: [engine])
     engine.alter = lambda path, body, ids: [599, *ids]
-    assert (await build(None, CHAT, builder=builder, **fields)).token_ids[0] == 599
+    assert (await build(None, path, builder=builder, **fields)).token_ids[0] == 599
     assert (await build(None, CHAT, builder=builder, messages=HELLO)).token_ids[0] != 599
     assert len(engine.asked) == 1
     own = prompts_of(info_of(*able, renders_alike=True), tables=tables, engines=lambda _: [engine])
-    assert (await build(None, CHAT, builder=own, **fields)).token_ids[0] != 599
+    assert (await build(None, path, builder=own, **fields)).token_ids[0] != 599
 
 
 # --- where the work is done, and which engines are asked ------------------------------------------------
