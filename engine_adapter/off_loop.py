@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -61,6 +62,11 @@ class JsonSize(NamedTuple):
         return next((name for name in self._fields if getattr(self, name) > getattr(most, name)), None)
 
 
+_MOST_IN_STRINGS = JsonSize(text=sys.maxsize)
+# Strings of so many characters together are not counted: to decode the worst ones takes 3 ms.
+_FEW_CHARS = 32_768
+
+
 def shape_of(raw: bytes, most: JsonSize) -> JsonSize:
     """The shape of a JSON text; of one above `most`, only as far as it was read. JSON that is wrong has the
     shape that a decoder would find up to the fault."""
@@ -99,6 +105,24 @@ def is_deeper(raw: bytes, levels: int) -> bool:
             return False
         brackets = brackets.replace(b"[]", b"")  # all that hold no others
     return bool(brackets)
+
+
+class JsonInStrings:
+    """Counts the JSON in strings of one body, such as the arguments of tool calls, before it is decoded.
+    Whoever counted the body's values skipped strings."""
+
+    def __init__(self) -> None:
+        self._chars = self._values = self._fields = 0
+
+    def is_too_much(self, text: str) -> bool:
+        """True if this string has, with those before it, more values or fields than a body usually may."""
+        self._chars += len(text)
+        if self._chars <= _FEW_CHARS:
+            return False
+        size = shape_of(text.encode(errors="surrogatepass"), _MOST_IN_STRINGS)
+        self._values += size.values
+        self._fields += size.fields
+        return JsonSize(self._values, self._fields, 0).above(_MOST_IN_STRINGS) is not None
 
 
 # --- off loop -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import msgspec
 
 from engine_adapter.errors import ChatError, EngineSpecError
-from engine_adapter.off_loop import off_loop
+from engine_adapter.off_loop import JsonInStrings, off_loop
 from engine_adapter.prompt.encoders import Encoder, check_fits, exact_encoder
 from engine_adapter.prompt.extra_ids import Embeddings, read_embeds, tokens_of
 from engine_adapter.prompt.gguf_tokenizer import load_gguf_tokenizer
@@ -355,6 +355,7 @@ class _Reader:
     _hidden_size: int | None
     embeddings: dict[str, tuple[str, Embeddings]] = field(default_factory=dict)
     word: str = ""
+    _strings: JsonInStrings = field(default_factory=JsonInStrings)
 
     def message(self, message: object, index: int) -> dict[str, Any]:
         name = f"messages[{index}]"
@@ -370,7 +371,7 @@ class _Reader:
         elif content is not None and not isinstance(content, str):
             raise ChatError(f"{name}.content must be a string or a list of parts", param=f"{name}.content")
         if message.get("tool_calls") is not None:
-            changes["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
+            changes["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls", self._strings)
         return message | changes if changes else message
 
     def _parts(self, parts: list[Any], name: str) -> str | list[dict[str, Any]]:
@@ -409,7 +410,7 @@ class _Reader:
         return marker, True
 
 
-def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: object, name: str, strings: JsonInStrings) -> list[dict[str, Any]]:
     """Tool calls with `arguments` as objects, which templates expect; OpenAI clients send JSON text."""
     if not isinstance(calls, list):
         raise ChatError(f"{name} must be a list", param=name)
@@ -418,8 +419,11 @@ def _tool_calls(calls: object, name: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ChatError(f"{name}[{index}].function must be an object", param=f"{name}[{index}].function")
-        if isinstance(function.get("arguments"), str):
-            function = function | {"arguments": _arguments(function["arguments"])}
+        if isinstance(text := function.get("arguments"), str):
+            if strings.is_too_much(text):
+                param = f"{name}[{index}].function.arguments"
+                raise ChatError(f"{param}: the calls have too many values", param=param)
+            function = function | {"arguments": _arguments(text)}
         normal.append(call | {"function": function})
     return normal
 

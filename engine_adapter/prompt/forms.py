@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from engine_adapter.body import BILLING, JsonBody, is_said
+from engine_adapter.off_loop import JsonInStrings
 from engine_adapter.prompt.template_input import is_text
 
 
@@ -112,7 +113,8 @@ def forms_of(body: JsonBody) -> frozenset[Form]:
         return _CONTINUED if messages[-1]["role"] == "assistant" else _PLAIN
     last = messages[-1] if isinstance(messages, list) and messages else None
     tools, template_kwargs = body.view("tools"), body.view("chat_template_kwargs")
-    found = {form for message in not_plain(body) for form in _forms_of(message)}
+    strings = JsonInStrings()
+    found = {form for message in not_plain(body) for form in _forms_of(message, strings)}
     if (
         (isinstance(last, dict) and last.get("role") == "assistant")
         or body.get("continue_final_message") is True
@@ -133,7 +135,7 @@ def forms_of(body: JsonBody) -> frozenset[Form]:
     return _PLAIN | found if found else _PLAIN
 
 
-def _forms_of(message: object) -> tuple[Form, ...]:
+def _forms_of(message: object, strings: JsonInStrings) -> tuple[Form, ...]:
     """The forms that a message adds to its chat."""
     if not isinstance(message, dict):
         return (Form.OTHER,)
@@ -147,7 +149,9 @@ def _forms_of(message: object) -> tuple[Form, ...]:
     elif not isinstance(content, str) and (content is not None or not calls):
         found.append(Form.OTHER)
     if role == "tool" or calls:
-        is_usual = (role == "assistant" and _are_usual_calls(calls)) or (role == "tool" and not calls)
+        is_usual = (role == "assistant" and _are_usual_calls(calls, strings)) or (
+            role == "tool" and not calls
+        )
         found.append(Form.TOOL_CALLS if is_usual else Form.OTHER)
     if thoughts is not None:
         is_usual = role == "assistant" and isinstance(thoughts, str)
@@ -171,17 +175,19 @@ def _are_usual_parts(parts: object) -> bool:
     )
 
 
-def _are_usual_calls(calls: Any) -> bool:  # noqa: ANN401 - JSON
+def _are_usual_calls(calls: Any, strings: JsonInStrings) -> bool:  # noqa: ANN401 - JSON
     """True if the calls of a message are usual, and their arguments are objects."""
     if not calls:
         return True
     return _are_like(calls, _OF_CALLS, _OF_CALLED) and all(
-        _are_usual_arguments(call["function"]["arguments"]) for call in calls
+        _are_usual_arguments(call["function"]["arguments"], strings) for call in calls
     )
 
 
-def _are_usual_arguments(text: object) -> bool:
+def _are_usual_arguments(text: object, strings: JsonInStrings) -> bool:
     """Some engines refuse arguments that are no object, others give their template an empty one."""
+    if isinstance(text, str) and strings.is_too_much(text):
+        return False
     try:
         arguments = msgspec.json.decode(text) if isinstance(text, str) else None
     except (msgspec.DecodeError, RecursionError):

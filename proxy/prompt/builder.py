@@ -405,7 +405,7 @@ class PromptBuilder:
                 return None
             chat = replace(source, messages=messages, n_media=0)
             text_body = body.replace(messages=messages)
-            if here and self.forms.source(forms_of(text_body)) != "local":
+            if here and self.forms.source(await _forms_of(text_body)) != "local":
                 return None
             tokens = await self._chat(chat, text_body, owner)
             if tokens is None:
@@ -414,7 +414,8 @@ class PromptBuilder:
         return TextAround.of(*made)
 
     async def _chat(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
-        forms = forms_of(body)
+        is_short = body.is_plain or len(body.raw) <= VALUES_PER_MS
+        forms = forms_of(body) if is_short else await _forms_of(body)
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
             ms = body.n_values / VALUES_PER_MS if len(body.raw) > VALUES_PER_MS else 0.0
             forms |= await off_loop(partial(self.local.forms_in, source), ms=ms)
@@ -472,3 +473,8 @@ class PromptBuilder:
             code=Code.CONTEXT_LENGTH_EXCEEDED,
             more=self.info.too_long(tokens, limit),
         )
+
+
+def _forms_of(body: JsonBody) -> Coroutine[Any, Any, frozenset[Form]]:
+    """The forms of a chat: for some it looks at each value of the body."""
+    return off_loop(partial(forms_of, body), ms=body.n_values / VALUES_PER_MS)

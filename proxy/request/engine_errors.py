@@ -15,7 +15,7 @@ from engine_adapter import EngineRejected, JsonBody, RequestBody
 from engine_adapter.body import UnreadableField
 from engine_adapter.causes import Code
 from engine_adapter.http.answer_fields import EngineErrorBody
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, JsonInStrings, off_loop
 from proxy.core.life import Cause
 from proxy.errors import EngineFailed, Overloaded, ProxyError
 from proxy.headers import RETRY_HEADERS, SHOULD_RETRY_HEADER
@@ -57,6 +57,8 @@ def _broken(messages: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
 
 
 def _is_object(text: str) -> bool:
+    if JsonInStrings().is_too_much(text):  # perhaps
+        return True
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError):

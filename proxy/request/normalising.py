@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from engine_adapter import UNREADABLE, JsonBody, decode_object
 from engine_adapter.body import BILLING, UnreadableField
-from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
+from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, JsonInStrings, off_loop
 from engine_adapter.prompt.template_trials import MessageShape
 from proxy.core.message_repair import Repair, may_need, repaired
 from proxy.core.normalise import FIELDS, FINDS_VALUES, Rule, normalised
@@ -172,8 +172,9 @@ def _bytes(*values: object) -> bytes:
 
 
 def _parsed(arguments: object) -> object:
-    with suppress(*UNREADABLE):
-        return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str) and not JsonInStrings().is_too_much(arguments):
+        with suppress(*UNREADABLE):
+            return msgspec.json.decode(arguments)
     return arguments
 
 

@@ -14,6 +14,7 @@ from engine_adapter.off_loop import (
     PAYER,
     THREADS,
     FairThreads,
+    JsonInStrings,
     JsonSize,
     in_own_thread,
     is_deeper,
@@ -211,3 +212,20 @@ def test_it_reads_no_further_than_a_limit(raw, what):
 
 def test_what_is_no_json_has_the_shape_up_to_the_fault():
     assert shape_of(b'{"a": 1, \\"b": [', ANY).fields >= 2
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + "[]," * 150_000 + "[]]", "[" + "1," * 1_300_000 + "1]", "\ud800[{" * 90_000]
+)
+def test_strings_of_much_json_are_found_before_they_are_decoded(text):
+    assert JsonInStrings().is_too_much(text)
+    pieces, several = [text[at : at + 30_000] for at in range(0, len(text), 30_000)], JsonInStrings()
+    assert [several.is_too_much(each) for each in pieces][-1]
+    assert not any(JsonInStrings().is_too_much(each) for each in pieces)
+
+
+def test_long_strings_of_little_json():
+    strings = JsonInStrings()
+    assert not any(
+        strings.is_too_much(msgspec.json.encode({"a": "[{,:" * 90_000}).decode()) for _ in range(99)
+    )

@@ -113,26 +113,29 @@ async def test_the_ids_are_the_servers(llama_kvpin):
     assert sources["tools with fractions"] == sources["documents"] == "engine"
 
 
-async def test_a_server_adds_special_tokens_whatever_a_completion_says(model, tmp_path):
+@pytest.fixture
+def adding_server(model, tmp_path):
+    """A server whose tokenizer begins each text with a token of its own, 0."""
     path = Path(shutil.copy(model, tmp_path))
     change = [sys.executable, "-m", "gguf.scripts.gguf_set_metadata", "--force", path]
     subprocess.run([*change, "tokenizer.ggml.add_bos_token", "1"], check=True, capture_output=True)
     with running_llama_server(tmp_path / "log", path) as server:
-        adapter = make_adapter(engine_spec("llama_server", server.url, model="tiny"))
-        try:
-            info = await adapter.connect()
-            builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
-            assert await builder.load(info.tokenizer)
-            await verify_exactness(builder, adapter)
-            for given, source in ((True, "local"), (False, "engine")):
-                body = {"model": "tiny", "prompt": "Brest", "add_special_tokens": given, "max_tokens": 1}
-                prompt = await builder.build(
-                    "/v1/completions", JsonBody(msgspec.json.encode(body)), salt=None
-                )
-                answer = httpx.post(
-                    f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
-                )
-                assert len(prompt.token_ids) == answer.json()["usage"]["prompt_tokens"]
-                assert (prompt.token_ids[0], prompt.source) == (0, source)
-        finally:
-            await adapter.aclose()
+        yield server
+
+
+async def test_a_server_adds_special_tokens_whatever_a_completion_says(adding_server):
+    adapter = make_adapter(engine_spec("llama_server", adding_server.url, model="tiny"))
+    try:
+        info = await adapter.connect()
+        builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
+        assert await builder.load(info.tokenizer)
+        await verify_exactness(builder, adapter)
+        for given, source in ((True, "local"), (False, "engine")):
+            body = {"model": "tiny", "prompt": "Brest", "add_special_tokens": given, "max_tokens": 1}
+            prompt = await builder.build("/v1/completions", JsonBody(msgspec.json.encode(body)), salt=None)
+            async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
+                answer = await client.post(f"{adding_server.url}/v1/completions", json=body)
+            assert len(prompt.token_ids) == answer.json()["usage"]["prompt_tokens"]
+            assert (prompt.token_ids[0], prompt.source) == (0, source)
+    finally:
+        await adapter.aclose()

@@ -69,6 +69,7 @@ def test_forms():
         called('{"a": '),
         called("[1]"),
         called(""),
+        called('{"a": [' + "[]," * 140_000 + "[]]}"),
         called({"a": 1}),
         HELLO | {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
         HELLO | {"tool_calls": [CALL]},

@@ -19,7 +19,7 @@ from engine_adapter import (
 )
 from engine_adapter.prompt.chat import ChatTokenizer
 from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extra_id
-from engine_adapter.prompt.forms import Form
+from engine_adapter.prompt.forms import Form, forms_of
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, RegisteredTables
 from proxy.prompt.render import read_prompt
@@ -93,6 +93,20 @@ async def test_a_long_list_of_token_ids_is_read_off_the_loop(build, info_of, mon
     prompt = await build(info_of(max_model_len=None), COMPLETIONS, prompt=[5] * tokens)
     assert len(prompt.token_ids) == tokens
     assert (readers[0] is not threading.current_thread()) == leaves
+
+
+@pytest.mark.parametrize(("values", "leaves"), [(5_000, False), (50_000, True)])
+async def test_the_form_of_many_values_is_found_off_the_loop(build, info_of, monkeypatch, values, leaves):
+    readers = []
+
+    def read(body):
+        readers.append(threading.current_thread())
+        return forms_of(body)
+
+    monkeypatch.setattr("proxy.prompt.builder.forms_of", read)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * values}}}]
+    assert await build(info_of(max_model_len=None), CHAT, messages=HELLO, tools=tools) is not None
+    assert [each is threading.current_thread() for each in readers] == [not leaves]
 
 
 def probed(builder):

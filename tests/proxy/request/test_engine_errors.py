@@ -115,6 +115,7 @@ async def test_the_call_is_named(broken):
     [
         (history("{}"), SAID),
         (history("{"), "out of memory"),
+        (history("[" + "[]," * 140_000), SAID),
         ([7, {"tool_calls": 7}, {"tool_calls": [7, {"function": {"arguments": {}}}]}], SAID),
         (7, SAID),
     ],

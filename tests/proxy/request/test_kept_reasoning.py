@@ -8,7 +8,14 @@ import pytest
 from engine_adapter import JsonBody
 from engine_adapter.types import MESSAGES_ROUTES
 from proxy.core.normalise import Rule
-from proxy.request.normalising import OVERHEAD, ChosenRules, KeptReasoning, Normalising, ReasoningSeen
+from proxy.request.normalising import (
+    OVERHEAD,
+    ChosenRules,
+    KeptReasoning,
+    Normalising,
+    ReasoningSeen,
+    _parsed,
+)
 from proxy.request.tenants import ApiKey, Tenants
 from tests.fakes import ASK, CHAT, DONE, INFO, FakeAdapter, client_of, event, proxy_over
 from tests.proxy.request.passing import passed
@@ -173,3 +180,9 @@ async def test_odd_chats():
     broken = JsonBody(b'{"messages": [{"role": "user", "content": [1e999]}]}')
     assert await kept.put_back(broken, None) == (broken, None)
     assert (await kept.put_back(body_of(USER, n=2), None))[1] is None
+
+
+def test_arguments_of_very_many_values_are_compared_as_a_text():
+    text = "[" + "[]," * 140_000 + "[]]"
+    assert _parsed(text) is text
+    assert _parsed("[ ]") == []
