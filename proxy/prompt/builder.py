@@ -404,21 +404,19 @@ class PromptBuilder:
             if messages is None:
                 return None
             chat = replace(source, messages=messages, n_media=0)
-            text_body = body.replace(messages=messages)
-            if here and self.forms.source(await _forms_of(text_body)) != "local":
-                return None
-            tokens = await self._chat(chat, text_body, owner)
+            tokens = await self._chat(chat, body.replace(messages=messages), owner, here=here)
             if tokens is None:
                 return None
             made.append(tokens.token_ids)
         return TextAround.of(*made)
 
-    async def _chat(self, source: ChatInput, body: JsonBody, owner: ChatOwner) -> Prompt | None:
+    async def _chat(
+        self, source: ChatInput, body: JsonBody, owner: ChatOwner, *, here: bool = False
+    ) -> Prompt | None:
         is_short = body.is_plain or len(body.raw) <= VALUES_PER_MS
-        forms = forms_of(body) if is_short else await _forms_of(body)
+        forms = forms_of(body) if is_short else await off_loop(partial(forms_of, body), ms=_look_ms(body))
         if self.local is not None and self.forms.rows[Form.SPECIAL_TOKENS].source != "local":
-            ms = body.n_values / VALUES_PER_MS if len(body.raw) > VALUES_PER_MS else 0.0
-            forms |= await off_loop(partial(self.local.forms_in, source), ms=ms)
+            forms |= await off_loop(partial(self.local.forms_in, source), ms=_look_ms(body))
         if self.local is not None and self.forms.source(forms) == "local":
             try:
                 prompt, beginning = await self.local.turn(source, body, owner, self._context())
@@ -427,7 +425,7 @@ class PromptBuilder:
                 if self._strict:
                     raise
         # Also what cannot be rendered here: the engine may render more. Ids do not tell images apart.
-        asked = await self._ask(CHAT_PATH, body) if source.is_text else None
+        asked = await self._ask(CHAT_PATH, body) if source.is_text and not here else None
         return self._made(asked, "engine", forms)
 
     async def _completion(self, source: CompletionInput, path: str, body: JsonBody) -> Prompt | None:
@@ -475,6 +473,7 @@ class PromptBuilder:
         )
 
 
-def _forms_of(body: JsonBody) -> Coroutine[Any, Any, frozenset[Form]]:
-    """The forms of a chat: for some it looks at each value of the body."""
-    return off_loop(partial(forms_of, body), ms=body.n_values / VALUES_PER_MS)
+def _look_ms(body: JsonBody) -> float:
+    """The milliseconds that a look at each value and text takes."""
+    size = len(body.raw)
+    return size / JSON_BYTES_PER_MS + (body.n_values / VALUES_PER_MS if size > VALUES_PER_MS else 0.0)

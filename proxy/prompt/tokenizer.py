@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
+from os.path import commonprefix
 from typing import Any
 
 from engine_adapter import EngineAdapter, EngineRejected, EngineUnavailable, JsonBody
@@ -53,7 +54,7 @@ class LocalTokenizer:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.tokenizer.special_tokens)) or "(?!)")
+        return re.compile(_any_of(self.tokenizer.special_tokens))
 
     def forms_in(self, source: ChatInput) -> frozenset[Form]:
         """SPECIAL_TOKENS if a text of this chat contains some, or may: JSON in a text can escape them."""
@@ -123,6 +124,21 @@ class LocalTokenizer:
         return self.tokenizer.off_loop(
             chars, partial(encode_all, texts, add_special_tokens=add_special_tokens, limit=limit)
         )
+
+
+def _any_of(words: Iterable[str], levels: int = 32) -> str:
+    """A pattern that finds any of some words, with at most so many `levels` of groups. A common beginning
+    stands once: else each `[` of a text would be compared with all of a model's words that begin with it."""
+    alike: dict[str, list[str]] = {}
+    for word in words:
+        alike.setdefault(word[:1] if levels else word, []).append(word)
+    if "" in alike:
+        return ""
+    ways = []
+    for some in alike.values():
+        start = commonprefix(some)  # noqa: RUF071 - of texts
+        ways.append(re.escape(start) + _any_of({word[len(start) :] for word in some}, max(levels - 1, 0)))
+    return ways[0] if len(ways) == 1 else f"(?:{'|'.join(ways) or '(?!)'})"
 
 
 def _of_template(source: ChatInput) -> dict[str, Any]:

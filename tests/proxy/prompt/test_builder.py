@@ -1,12 +1,16 @@
 import asyncio
 import base64
+import re
 import threading
+import time
 from array import array
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from engine_adapter import (
@@ -23,7 +27,7 @@ from engine_adapter.prompt.forms import Form, forms_of
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, RegisteredTables
 from proxy.prompt.render import read_prompt
-from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer
+from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, _any_of
 from tests.fakes import prompts_of, use_unchecked
 from tests.proxy.prompt.conftest import TokenizingEngine
 
@@ -107,6 +111,21 @@ async def test_the_form_of_many_values_is_found_off_the_loop(build, info_of, mon
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [0] * values}}}]
     assert await build(info_of(max_model_len=None), CHAT, messages=HELLO, tools=tools) is not None
     assert [each is threading.current_thread() for each in readers] == [not leaves]
+
+
+@given(st.sets(st.text("ab[", min_size=1, max_size=6)), st.text("ab["), st.integers(0, 3))
+def test_any_of_some_words_is_found(words, text, levels):
+    assert bool(re.search(_any_of(words, levels), text)) == any(word in text for word in words)
+
+
+def test_words_of_any_length_and_number_are_looked_for_fast():
+    special = re.compile(
+        _any_of({f"[control_{n}]" for n in range(700)} | {"a" * n + "b" for n in range(2000)})
+    )
+    began = time.thread_time()
+    assert special.search("[" * 300_000 + "x") is None
+    assert time.thread_time() - began < 0.5
+    assert special.search("x[control_699]")
 
 
 def probed(builder):
