@@ -54,16 +54,15 @@ class LocalTokenizer:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        return re.compile(_any_of(self.tokenizer.special_tokens))
+        return re.compile(_any_of({word.replace("\\/", "/") for word in self.tokenizer.special_tokens}))
 
     def forms_in(self, source: ChatInput) -> frozenset[Form]:
         """SPECIAL_TOKENS if a text of this chat contains some, or may: JSON in a text can escape them."""
-        texts = _texts_in([source.messages, source.tools, source.template_kwargs])
-        found = any(
-            self._special.search(text) or ("\\u" in text and text.lstrip().startswith(("{", "[", '"')))
-            for text in texts
-        )
-        return frozenset({Form.SPECIAL_TOKENS}) if found else frozenset()
+        for text in _texts_in([source.messages, source.tools, source.template_kwargs]):
+            may_escape = "\\u" in text and text.lstrip().startswith(("{", "[", '"'))
+            if may_escape or self._special.search(text.replace("\\/", "/")):  # PHP escapes each slash
+                return frozenset({Form.SPECIAL_TOKENS})
+        return frozenset()
 
     async def chat(self, source: ChatInput, body: JsonBody, limit: int | None = None) -> ChatPrompt:
         """The prompt of a chat. Raises ChatError and PromptTableError."""

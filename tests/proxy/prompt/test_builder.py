@@ -26,7 +26,7 @@ from engine_adapter.prompt.extra_ids import parse_embeddings, prompt_embeds_extr
 from engine_adapter.prompt.forms import Form, forms_of
 from proxy.errors import BadRequest
 from proxy.prompt import PromptBuilder, RegisteredTables
-from proxy.prompt.render import read_prompt
+from proxy.prompt.render import ChatInput, read_prompt
 from proxy.prompt.tokenizer import EngineTokenizer, LocalTokenizer, _any_of
 from tests.fakes import prompts_of, use_unchecked
 from tests.proxy.prompt.conftest import TokenizingEngine
@@ -126,6 +126,23 @@ def test_words_of_any_length_and_number_are_looked_for_fast():
     assert special.search("[" * 300_000 + "x") is None
     assert time.thread_time() - began < 0.5
     assert special.search("x[control_699]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_found"),
+    [
+        ('{"a": "</s>"}', True),
+        (r'{"a": "<\/s>"}', True),
+        (r'{"a": "<\u002fs>"}', True),
+        (r'{"a": "\/s>"}', False),
+    ],
+)
+def test_special_tokens_are_found_as_json_escapes_them(info_of, arguments, is_found):
+    local = prompts_of(info_of()).local
+    local.tokenizer.special_tokens = frozenset({"</s>"})
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    found = local.forms_in(ChatInput([{"role": "assistant", "tool_calls": calls}]))
+    assert (Form.SPECIAL_TOKENS in found) == is_found
 
 
 def probed(builder):
