@@ -32,6 +32,7 @@ from engine_adapter.llama_server.server_files import UNKNOWN_OWNER, ServerRecord
 from engine_adapter.llama_server.slot_io import erase, read_pulse, read_slots, read_user_mark, spare_slot
 from engine_adapter.llama_server.slots import Slot, SlotOperation
 from engine_adapter.llama_server.verbs import Pin, SlotVerbs
+from engine_adapter.prompt.template_input import USUAL
 from engine_adapter.types import TRANSLATED_ROUTES, Capability, EngineInfo, Finding
 
 log = logging.getLogger("kvpin.llama_server")
@@ -41,6 +42,7 @@ FAREWELL_S = 8.0
 # A slot is written back after it has been idle for this long.
 IDLE_S = 0.1
 POLL_S = 0.25
+_INPUT = replace(USUAL, ascii_space=True)
 _TOO_SLOW = Finding(
     "it is too slow to be tried out: the probe at connect, some 220 tokens, did not end within "
     "health.timeout_s. So predictions are not firm, and salts are refused",
@@ -394,6 +396,7 @@ def info_of(spec: LlamaServerSpec, session: ServerSession) -> EngineInfo:
     return replace(
         known,
         names_process=facts.instance is not None,
+        template_input=_INPUT,
         rendering=f"model {facts.fingerprint}\ntemplate {template}",
         capabilities=session.capabilities,
         max_model_len=facts.slot_ctx,

@@ -231,6 +231,7 @@ class ChatTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables={**self.transformers.special_tokens_map, **variables},
+                ascii_space=given.ascii_space,
             )
         except TEMPLATE_ERRORS as error:
             raise ChatError(

@@ -291,6 +291,7 @@ BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {
 
 _OF_DICTS = frozenset(dir(dict))
 # jinja2 replaces the two that could reach into objects; a name with an underscore is private.
+_STRIPS = frozenset({"strip", "lstrip", "rstrip"})
 _OF_STRINGS = frozenset(name for name in dir(str) if not name.startswith("_")) - BOUNDED_METHODS
 # Written as the first statement of loops and macros.
 _STEP = nodes.ExprStmt(nodes.EnvironmentAttribute("step()"))
@@ -343,6 +344,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         joined: called with the many parts of a `~`.
         concat: called with the pieces of macros and of blocks that are set.
         step: called at each step of loops and macros.
+        space: the characters that `strip` and `trim` remove; None: as Python has it.
     """
 
     code_generator_class = _CheckedCode
@@ -351,6 +353,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     joined = staticmethod(joined)
     concat = staticmethod(concat)
     step = staticmethod(step)
+    space: str | None = None
 
     def preprocess(self, source: str, name: str | None = None, filename: str | None = None) -> str:
         """A template's source before it is parsed. Raises SecurityError if it is too long."""
@@ -380,7 +383,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return obj[attribute]
             return self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _OF_STRINGS:
-            return getattr(obj, attribute)
+            found = getattr(obj, attribute)
+            is_own = self.space is not None and attribute in _STRIPS
+            return (lambda chars=self.space: found(chars)) if is_own else found
         if kind is str and attribute in BOUNDED_METHODS:
             if attribute == "join":
                 return lambda pieces: _join(obj, list(pieces))

@@ -28,12 +28,14 @@ class TemplateInput:
             parts → the template's message; None: as it is.
         joint: what joins the text parts of a message for a template that takes a string.
         content_format: template → the form in which it gets text parts; None: see template_trials.py.
+        ascii_space: white space beyond ASCII, such as U+3000, is none for a template's `strip` and `trim`.
     """
 
     tools: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     message: Callable[[dict[str, Any], ContentFormat], dict[str, Any]] | None = None
     joint: str = "\n"
     content_format: Callable[[str], ContentFormat] | None = None
+    ascii_space: bool = False
 
 
 def is_text(message: Mapping[str, Any]) -> bool:

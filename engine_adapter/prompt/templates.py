@@ -44,6 +44,8 @@ MAX_INDENT = 64
 _PIECES = 64
 # A message's reasoning is read under the first of these names that it has, and given under all but the last.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# White space of C's `isspace`.
+_SPACE = " \t\n\r\v\f"
 # Ends the text to continue; what the template writes after it is cut off.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -69,20 +71,23 @@ def render_template(
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
+    ascii_space: bool = False,
 ) -> str:
     """The text of a chat. All values must be plain JSON: the sandbox does not guard other objects.
 
     The template gets all arguments, and `variables` by name. It gets the messages themselves, because the
     sandbox keeps it from changing them. With `continue_final_message`, the text ends within the last
-    message's content. Raises one of TEMPLATE_ERRORS if the template or its rules refuse the messages."""
+    message's content. `ascii_space`: see TemplateInput. Raises one of TEMPLATE_ERRORS if the template or its
+    rules refuse the messages."""
     chat = [_prepared(message) for message in messages]
     final = _mark_end(chat, template) if continue_final_message else ""
     if documents is not None and not all(isinstance(document, dict) for document in documents):
         raise TypeError("documents must be a list of objects")
-    made = compiled(template)
+    used = _ascii_environment if ascii_space else environment
+    made = compiled(template, used)
     # Does the same as `made.render`, which lists and copies the globals: half the time of a short chat.
     seen = {
-        **environment.globals,
+        **used.globals,
         **variables,
         "messages": chat,
         "tools": tools,
@@ -90,23 +95,23 @@ def render_template(
         "add_generation_prompt": add_generation_prompt,
     }
     begin_rendering()
-    text = _bounded(made.root_render_func(Context(environment, seen, made.name, made.blocks)))
-    return _cut_at_end(text, final) if continue_final_message else text
+    text = _bounded(made.root_render_func(Context(used, seen, made.name, made.blocks)))
+    return _cut_at_end(text, final, used.space) if continue_final_message else text
 
 
-def compiled(template: str) -> Template:
+def compiled(template: str, used: Sandbox | None = None) -> Template:
     """The compiled template. Raises TemplateError where it is not one."""
-    made = _compiled(template)
+    made = _compiled(template, used or environment)
     if isinstance(made, str):
         raise TemplateError(made)
     return made
 
 
 @lru_cache(maxsize=64)
-def _compiled(template: str) -> Template | str:
+def _compiled(template: str, used: Sandbox) -> Template | str:
     """The template, or why it is none: what is too much for Python's compiler is found out only once."""
     try:
-        return environment.from_string(template)
+        return used.from_string(template)
     except (TemplateError, SyntaxError, MemoryError, RecursionError) as error:
         return str(error) or type(error).__name__
 
@@ -153,13 +158,13 @@ def _mark_end(chat: list[Mapping[str, Any]], template: str) -> str:
     raise ValueError("the final message has no text to continue")
 
 
-def _cut_at_end(text: str, final: str) -> str:
+def _cut_at_end(text: str, final: str, space: str | None) -> str:
     """The text up to the tag. A template that trimmed the tag's own space trimmed the message's, too."""
     tag = _CONTINUE_TAG.strip()
     if final.strip() not in text or tag not in text:
         raise ValueError("the chat template leaves out or alters the final message, which is to be continued")
     at = text.rindex(tag)
-    return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()
+    return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip(space)
 
 
 # --- the environment -----------------------------------------------------------------------------------
@@ -229,13 +234,20 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+def _environment() -> Sandbox:
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
+    made.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005 - local time
+        "dict": _Dict(),
+        "lipsum": bounded_lipsum,
+        "namespace": _Namespace,
+    }
+    return made
+
+
+environment, _ascii_environment = _environment(), _environment()
 """Sandboxed, for templates are programs of whoever made the model."""
-environment.filters |= {**BOUNDED_FILTERS, "tojson": checked_filter(_tojson)}
-environment.globals |= {
-    "raise_exception": _raise_exception,
-    "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005 - local time
-    "dict": _Dict(),
-    "lipsum": bounded_lipsum,
-    "namespace": _Namespace,
-}
+_ascii_environment.space = _SPACE
+_ascii_environment.filters["trim"] = lambda value, chars=_SPACE: str(value).strip(chars)

@@ -32,8 +32,11 @@ TIMEOUT_S = 60
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A GGUF file with the witness as its template."""
-    path = tmp_path_factory.mktemp("model") / "witness.gguf"
-    make = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--chat-template", WITNESS]
+    return model_of(tmp_path_factory.mktemp("model") / "witness.gguf", WITNESS)
+
+
+def model_of(path, template):
+    make = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--chat-template", template]
     subprocess.run([*make, gguf_path("tiny"), path], check=True, capture_output=True)
     return path
 
@@ -137,5 +140,34 @@ async def test_a_server_adds_special_tokens_whatever_a_completion_says(adding_se
                 answer = await client.post(f"{adding_server.url}/v1/completions", json=body)
             assert len(prompt.token_ids) == answer.json()["usage"]["prompt_tokens"]
             assert (prompt.token_ids[0], prompt.source) == (0, source)
+    finally:
+        await adapter.aclose()
+
+
+@pytest.fixture
+def trimming_server(tmp_path):
+    content = (
+        "{{ m.content | trim }}[{{ m.content.strip() }}|{{ m.content.lstrip() }}|{{ m.content.rstrip() }}]"
+    )
+    template = f"{{% for m in messages %}}<|im_start|>{content}<|im_end|>{{% endfor %}}"
+    with running_llama_server(tmp_path / "log", model_of(tmp_path / "trim.gguf", template)) as server:
+        yield server
+
+
+async def test_a_server_strips_the_white_space_of_ascii_alone(trimming_server):
+    adapter = make_adapter(engine_spec("llama_server", trimming_server.url, model="tiny"))
+    try:
+        info = await adapter.connect()
+        builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
+        assert await builder.load(info.tokenizer)
+        await verify_exactness(builder, adapter)
+        for space in map(
+            chr, (*range(1, 33), 0x85, 0xA0, 0x1680, *range(0x2000, 0x2010), 0x2028, 0x202F, 0x3000)
+        ):
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": f"{space}Brest{space}"}]}
+            body = JsonBody(msgspec.json.encode(chat))
+            prompt = await builder.build("/v1/chat/completions", body, salt=None)
+            assert prompt.source == "local"
+            assert prompt.token_ids == await adapter.tokenize("/v1/chat/completions", body), ascii(space)
     finally:
         await adapter.aclose()

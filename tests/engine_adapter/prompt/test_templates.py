@@ -35,6 +35,23 @@ def test_a_continued_message_keeps_its_end_unless_the_template_trims_it():
     assert render_template(trimming, said, continue_final_message=True) == "user:hello;assistant:Well,"
 
 
+def test_white_space_beyond_ascii_stays_where_it_is_none():
+    text = "\u3000 a\xa0\x1c\n"
+    template = "".join(f"[{{{{ messages[0].content{how} }}}}]" for how in (
+        ".strip()", ".lstrip()", ".rstrip()", " | trim", ".strip('\u3000')", " | trim('\n')", ".upper()",
+    ))  # fmt: skip
+    for ascii_space, made in (
+        (False, ["a", "a\xa0\x1c\n", "\u3000 a", "a", " a\xa0\x1c\n", text[:-1], text.upper()]),
+        (True, [text[:-1], text, text[:-1], text[:-1], " a\xa0\x1c\n", text[:-1], text.upper()]),
+    ):
+        chat = [{"role": "user", "content": text}]
+        assert render_template(template, chat, ascii_space=ascii_space) == "".join(f"[{x}]" for x in made)
+    said = [{"role": "assistant", "content": "Well\xa0 \n"}]
+    trimming = "{{ messages[0].content | trim }}"
+    assert render_template(trimming, said, continue_final_message=True) == "Well"
+    assert render_template(trimming, said, continue_final_message=True, ascii_space=True) == "Well\xa0"
+
+
 @pytest.mark.parametrize(
     ("template", "final", "reason"),
     [
