@@ -131,7 +131,8 @@ class EngineView:
                 self._clear()
                 self.complete = False
             case _:
-                self.complete = event.complete
+                groups = self._index.groups_of(self._engine)
+                self.complete = event.complete and (groups is None or groups.is_known)
 
     def _clear(self) -> None:
         self._runs = spread()

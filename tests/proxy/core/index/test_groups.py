@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.types import Attention, BlocksRemoved, BlocksStored, CacheCleared, KvGroup, Tier
+from engine_adapter.types import (
+    Attention,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    KvGroup,
+    Tier,
+    ViewCurrent,
+)
 from proxy.core.index.blocks import chain as chain_of
 from proxy.core.index.blocks import namespace_root
 from proxy.core.index.match import KvGroups, Match
@@ -252,12 +260,15 @@ class TestEvents:
         assert (len(world.index), world.view.complete) == (2, False)
         world.remove(WINDOW, names)
         assert world.index.counts("a") == (2, 0, 0, 0)
+        world.view.apply(ViewCurrent())
+        assert not world.view.complete
         world.view.apply(CacheCleared())
         world.index.store("a", Tier.GPU, [1])
         assert len(world.index) == 1
 
     def test_what_a_group_holds_on_other_tiers_does_not_count(self, world):
         world.store(None, range(8))
+        world.view.apply(ViewCurrent())
         world.view.apply(BlocksStored(Tier.HOST, None, tuple(range(8)), array("i"), POOL, group=WINDOW))
         assert (world.match(), world.index.groups_of("a")) == (Match(gpu=8), None)
         world.store(WINDOW, range(8))
