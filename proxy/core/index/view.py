@@ -285,14 +285,16 @@ class EngineView:
                     self._waiting.setdefault(name, set()).add(group)
 
     def _remove_from(self, group: KvGroup, event: BlocksRemoved) -> None:
-        groups = self._index.groups_of(self._engine)
-        if event.tier is not Tier.GPU or groups is None or group.number not in groups.bits:
+        if event.tier is not Tier.GPU:
             return
         for name in self._waiting and event.hashes:
             waiting = self._waiting.get(name, set())
             waiting.discard(group)
             if not waiting:
                 self._waiting.pop(name, None)
+        groups = self._index.groups_of(self._engine)
+        if groups is None or group.number not in groups.bits:
+            return
         ends = [end for name in event.hashes if (end := self._end_of(name)) is not None]
         ends.reverse()  # engines evict from the end
         self._index.remove_group(self._engine, group, tuple(ends))

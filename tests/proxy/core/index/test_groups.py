@@ -245,11 +245,22 @@ class TestEvents:
         assert (world.match().blocks, world.match().lacks) == (9, None)
         assert world.view._waiting == {}
 
+    def test_blocks_that_a_group_drops_during_a_flush_wait_no_longer(self, world):
+        world.store(WINDOW, range(8))
+        world.index.wipe("a")
+        world.remove(WINDOW, range(8))
+        world.store(WINDOW, [8])
+        world.store(None, range(8))
+        assert world.match().blocks == 0
+        assert world.view._waiting == {8: {WINDOW}}
+
     def test_a_group_of_an_unknown_kind_changes_nothing_and_is_never_firm(self, world):
         unknown = KvGroup(1, Attention.UNKNOWN)
         world.store(None, range(8))
         world.store(unknown, range(3))
         assert world.match() == Match(gpu=8)
+        assert not world.view.complete
+        world.view.apply(ViewCurrent())
         assert not world.view.complete
 
     def test_blocks_that_end_inside_the_pools_are_marked_nowhere(self):
@@ -257,18 +268,16 @@ class TestEvents:
         world.store(None, range(8))
         names = tuple(range(8))
         world.view.apply(BlocksStored(Tier.GPU, None, names, array("i"), POOL, group=WINDOW))
+        world.view.apply(ViewCurrent())
         assert (len(world.index), world.view.complete) == (2, False)
         world.remove(WINDOW, names)
         assert world.index.counts("a") == (2, 0, 0, 0)
-        world.view.apply(ViewCurrent())
-        assert not world.view.complete
         world.view.apply(CacheCleared())
         world.index.store("a", Tier.GPU, [1])
         assert len(world.index) == 1
 
     def test_what_a_group_holds_on_other_tiers_does_not_count(self, world):
         world.store(None, range(8))
-        world.view.apply(ViewCurrent())
         world.view.apply(BlocksStored(Tier.HOST, None, tuple(range(8)), array("i"), POOL, group=WINDOW))
         assert (world.match(), world.index.groups_of("a")) == (Match(gpu=8), None)
         world.store(WINDOW, range(8))
