@@ -29,7 +29,8 @@ _ENCRYPTED = "gAAAA"  # what OpenAI encrypts begins so
 CUSTOM_ARGUMENT = "input"
 _ROLES = ("user", "assistant", "system", "developer")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
-_AUDIO = re.compile(r"data:audio/(?:x-)?(\w+)(?:;[^,;]*)*;base64,(.*)", re.DOTALL)  # Codex's audio_url
+_AUDIO = re.compile(r"data:audio/(?:x-)?(\w+)(?:;[^,;]*)*;base64,")  # Codex's audio_url
+_AUDIO_HEAD = 256  # the most characters that are searched for it: each repetition takes memory
 _SAID = frozenset({"output_text", "input_text", "text"})
 
 
@@ -218,9 +219,9 @@ def _part(part: Any, param: str) -> Json:  # noqa: ANN401 - JSON
             return {"type": "image_url", "image_url": image, **named}
         case {"type": "input_audio", "input_audio": dict(audio)}:
             return {"type": "input_audio", "input_audio": audio}
-        case {"type": "input_audio", "audio_url": str(url)} if (found := _AUDIO.fullmatch(url)) is not None:
+        case {"type": "input_audio", "audio_url": str(url)} if found := _AUDIO.match(url, 0, _AUDIO_HEAD):
             form = {"mpeg": "mp3"}.get(found[1], found[1])
-            return {"type": "input_audio", "input_audio": {"data": found[2], "format": form}}
+            return {"type": "input_audio", "input_audio": {"data": url[found.end() :], "format": form}}
         case {"type": "input_image"}:
             raise BadRequest(f"{param}: images are served by image_url, not by file_id", param=param)
         case {"type": "input_file"}:

@@ -334,6 +334,11 @@ def test_a_custom_tool_is_a_function_with_one_argument():
         (user([{"type": "input_image", "file_id": "f"}]), "input[0].content[0]"),
         (user([{"type": "input_text", "text": 1}]), "input[0].content[0]"),
         (user(["a"]), "input[0].content[0]"),
+        # Each repetition takes memory: the beginning alone is searched.
+        (
+            user([{"type": "input_audio", "audio_url": f"data:audio/wav{';' * 300};base64,AA"}]),
+            "input[0].content[0]",
+        ),
         (said() | {"content": [text("a", "other")]}, "input[0].content[0]"),
         (OUTPUT | {"output": [7]}, "input[0].output[0]"),
     ],
