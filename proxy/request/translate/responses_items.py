@@ -149,7 +149,7 @@ def _unknown(item: Json, param: str) -> BadRequest:
             why = f"an item of type {kind!r} with these fields cannot be served"
             why = why if kind in RESPONSE_ITEMS else f"items of type {kind!r} are unknown"
         case _:
-            why = "no item: it has neither a role with a content nor a type"
+            why = "this is no item: it has neither a role with a content nor a type"
     return BadRequest(f"{param}: {why}", param=param)
 
 

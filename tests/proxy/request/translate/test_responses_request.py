@@ -354,6 +354,8 @@ def test_a_type_that_is_not_served_is_told_apart_from_wrong_fields():
         messages_of({"type": "dream_call"})
     with pytest.raises(BadRequest, match="an item of type 'function_call' with these fields"):
         messages_of(CALL | {"arguments": {}})
+    with pytest.raises(BadRequest, match=r"input\[0\]: this is no item"):
+        messages_of({"id": "a"})
 
 
 def test_images_of_results_follow_all_results_of_the_turn():
