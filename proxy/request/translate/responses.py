@@ -167,11 +167,14 @@ def _resolved(item: Any, shelf: TenantResponses, room: _Room, param: str) -> Jso
             found = None
         case _:
             raise BadRequest(f"{param} must be an object", param=param)
-    named: Json = item
-    if found is not None:
-        room.take(len(found), f"{param}.id")
-        room.has_items = True
-        named = msgspec.json.decode(found)
+    own: Json = item
+    if found is None:
+        return own
+    room.take(len(found), f"{param}.id")
+    named: Json = msgspec.json.decode(found)
+    if own.get("type") == "reasoning" and named.get("type") != "reasoning":
+        return own  # the client gave another item the same id
+    room.has_items = True
     return named
 
 

@@ -451,6 +451,18 @@ class TestState:
         for other in (translation("else", store, input=[bare, item]), translation(input=[bare, item])):
             assert json.loads(other.chat.raw)["messages"] == [assistant("a")]
 
+    def test_a_bare_reasoning_never_becomes_another_item(self):
+        """A client may give any item any id."""
+        store, given = (
+            ResponseStore(),
+            [user("a") | {"id": "x"}, {"type": "reasoning", "id": "x", "summary": []}],
+        )
+        for _ in range(2):
+            made = translation(store=store, input=given)
+            assert json.loads(made.chat.raw)["messages"] == [user("a")]
+            assert made.source is None
+            answered(made)
+
     def test_the_source_has_the_items_that_a_request_names(self):
         store = ResponseStore()
         response = answered(translation(store=store), content="a")
