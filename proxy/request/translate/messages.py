@@ -463,6 +463,14 @@ def _misplaced(block: _Block, path: str, role: str) -> BadRequest:
     )
 
 
+def _with_shown(blocks: list[_Block]) -> Iterator[_Block]:
+    """The blocks, and those within results of tools."""
+    for block in blocks:
+        yield block
+        if isinstance(block, _ToolResult) and isinstance(block.content, list):
+            yield from block.content
+
+
 def _kind(block: Struct) -> str:
     return str(block.__struct_config__.tag)
 
@@ -510,7 +518,7 @@ class MessageTranslation(Translation):
         contents = [message.content for message in request.messages if isinstance(message.content, list)]
         self.changed = told(
             ("tool", MESSAGE_TOOLS, (tool.type or "custom" for tool in request.tools or ())),
-            ("block", MESSAGE_BLOCKS, (_kind(block) for blocks in contents for block in blocks)),
+            ("block", MESSAGE_BLOCKS, (_kind(block) for blocks in contents for block in _with_shown(blocks))),
             ("field", MESSAGE_FIELDS, (name for name in _LEFT_OUT if name in body)),
         )
         self._id = f"msg_{os.urandom(12).hex()}"

@@ -259,6 +259,15 @@ def _of_agent(part: Any) -> str:  # noqa: ANN401 - JSON
             return ""
 
 
+def hides_parts(item: Json) -> bool:
+    """True if an agent's message has a part that cannot be read."""
+    match item:
+        case {"type": "agent_message", "content": list() as content}:
+            return not all(map(_of_agent, content))
+        case _:
+            return False
+
+
 def thought(item: Json) -> str:
     """The text of a reasoning item; empty for one of another server, or of which only a summary is left."""
     match item:

@@ -188,6 +188,8 @@ class TestOfAService:
         assert said["content"] == "Let me see.\nweb_search\ntides\n\nhttp://t\nTides\nHigh."
         services = "server_tool_use", "web_search_tool_result", "redacted_thinking"
         assert told([assistant(blocks)]) == tuple(f"block:{each}" for each in services)
+        shown = [text("4 m"), {"type": "browser_state", "tabs": []}]
+        assert told([user([result(shown)])]) == ("block:browser_state",)
 
     def test_a_compaction_and_an_upload(self):
         first, _ = chat(assistant([{"type": "compaction", "content": "We spoke."}]), "Hi")
