@@ -152,6 +152,7 @@ class Fleet:
         """The engine is gone: forgets its KV."""
         if (pool := self.pool_of(engine)) is not None:
             pool.wipe(engine)
+            pool.placer.books[engine.id].is_lost = True
             pool.placer.remove(engine.id)
             pool.leave(engine)
             if engine.info is not None:

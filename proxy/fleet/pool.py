@@ -538,7 +538,7 @@ class Pool:
         placer.end(monotonic(), placed, computed, report)
         if self.line:  # there may be room now
             asyncio.get_running_loop().call_soon(self.line.call_next)
-        if computed is None or placed.chain is None:
+        if computed is None or placed.chain is None or placed.book.is_lost:
             placer.settled(placed)
         elif not self.learn(engine, placed.chain.hashes) and not placer.ended(placed):
             asyncio.get_running_loop().call_later(PENDING_LINGER_S, placer.settled, placed)

@@ -69,6 +69,7 @@ class KnownEngine:
     unread: dict[int, PlacedRequest] = field(default_factory=dict)
     unread_blocks: int = 0  # those of their prompts
     in_flight: int = 0  # requests that have not ended, legs included
+    is_lost: bool = False  # the engine was lost, and its KV: it gets another book when it comes back
     # Requests that were served, and whose blocks no event has told of yet.
     untold: list[PlacedRequest] = field(default_factory=list)
     idle: Candidate = field(init=False)  # what of it as a candidate never changes

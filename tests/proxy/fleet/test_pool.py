@@ -143,6 +143,21 @@ async def test_a_request_that_ends_on_a_replaced_engine_teaches_nothing_of_its_s
     assert pool.learn(new, chain.hashes)
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_request_of_another_kvpin_that_outlives_a_loss_teaches_nothing_of_the_next_process(
+    fleet, is_lost
+):
+    """The other kvpin has not noticed the loss. Without one, an engine that joins anew holds the prompt."""
+    engine, pool = add_ready(fleet, "a"), fleet.pools["m"]
+    chain = pool.chain(PROMPT)
+    placed = pool.placer.begin(monotonic(), "a", Work(40), chain)
+    if is_lost:
+        fleet.leave(engine)
+    fleet.join(engine, INFO)
+    pool.end(engine, placed, 40, None)
+    assert bool(pool.index.match(chain.hashes)) is not is_lost
+
+
 class TestBusy:
     @pytest.fixture
     def kept(self, fleet, monkeypatch):
