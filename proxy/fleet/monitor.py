@@ -254,6 +254,8 @@ class Monitor:
         size, size_before = info.tokens_per_block, before.tokens_per_block
         if size and size_before and size != size_before:  # its events show it
             pool.placer.resize(engine.id, size_before, size)
+            if info.gpu_blocks is not None:
+                engine.learned.capacity = info.gpu_blocks * size // pool.tokens_per_block
         tells = Capability.KV_EVENTS in info.capabilities - before.capabilities
         if tells or info.gpu_blocks != before.gpu_blocks or info.tokenizer != before.tokenizer:
             pool = await self._join(engine, info)  # its model was loaded for the first time, or tried out

@@ -386,7 +386,7 @@ class TestChanges:
             if size != 32:
                 await self.change(world, engine, adapter, tokens_per_block=size)
             candidates = pool.candidates(chain)
-            assert candidates[0].room == room
+            assert (candidates[0].room, engine.learned.capacity) == (room, room + 7)
             assert pool.place(candidates, chain).predicted_tokens == predicted
         assert adapter.subscriptions == 1
 
