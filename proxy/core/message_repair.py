@@ -45,6 +45,12 @@ class Repair(StrEnum):
     TURNS_ALTERNATE = "turns_alternate"
 
 
+ONE_BY_ONE = frozenset(
+    {Repair.DEVELOPER_AS_SYSTEM, Repair.CALL_AS_TEXT, Repair.RESULT_IN_TURN, Repair.NULL_AS_EMPTY}
+)
+"""Repairs that leave each message where it is."""
+
+
 def repaired(fields: Fields, repairs: Iterable[Repair]) -> tuple[dict[str, Any], tuple[Repair, ...]]:
     """The fields that these repairs change, in their new form, None for one that is dropped; and the repairs
     that changed something."""

@@ -16,6 +16,7 @@ from engine_adapter import Capability, JsonBody, RequestBody, Retention, Transfe
 from engine_adapter.off_loop import JSON_BYTES_PER_MS, VALUES_PER_MS, off_loop
 from proxy.core.admission import Needs
 from proxy.core.index.blocks import Chain
+from proxy.core.message_repair import ONE_BY_ONE
 from proxy.core.placement.decision import Placement
 from proxy.core.retention import may_ask, retention_of
 from proxy.errors import ANSWERED, MethodNotAllowed
@@ -279,9 +280,8 @@ class Preparation:
         mended = await self.normalising.repaired(chat, pool.model, pool.lost_shapes)
         if mended is None:
             return chat, by, keep
-        translation.wording = dataclasses.replace(
-            translation.wording, places=()
-        )  # these are of other messages
+        if not ONE_BY_ONE.issuperset(mended.by):  # its places are of other messages
+            translation.wording = dataclasses.replace(translation.wording, places=())
         return mended.call, (*mended.by, *by), keep
 
     async def _ready(

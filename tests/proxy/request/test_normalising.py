@@ -353,7 +353,11 @@ class TestRepairsOfTranslatedChats:
         assert sent == [("user", "first\n\n<system>\nlate\n</system>"), ("assistant", "I")]
         assert engine.seen[-1].json["continue_final_message"] is True
 
-    @pytest.mark.parametrize(("more", "place"), [([], "input[1].content"), ([RULES, RULES], "input")])
+    @pytest.mark.parametrize(
+        ("more", "place"),
+        [([], "input[1].content"), ([RULES], "input[1].content"), ([RULES, RULES], "input")],
+        ids=["none", "each for itself", "joined"],
+    )
     async def test_an_error_names_no_other_place(self, ask, engine, more, place):
         async def refuses(exchange):
             await exchange.send({"error": {"message": "odd", "param": "messages[1].content"}}, status=400)
