@@ -227,7 +227,7 @@ class Preparation:
         if self.reuse and call.runs_prompt and to.pool.prompts is not None:
             retention = await self._retention(call)
         if call.route in self.translations or call.method != "POST":
-            translation = await self._translation(call, to.pool)
+            translation = await self._translation(call, to.pool, is_chat=is_made)
         if translation is None:
             ready = await self._ready(call, to, retention)
         else:
@@ -251,11 +251,10 @@ class Preparation:
             return Retention(owner=call.tenant)
         return await off_loop(lambda: retention_of(body, call.tenant), ms=body.n_values / VALUES_PER_MS)
 
-    async def _translation(self, call: Call, pool: Pool) -> Translation | None:
-        """The request's translation into a chat; None if the engines of the pool serve it as it is. Raises
-        MethodNotAllowed where the route takes only POST."""
+    async def _translation(self, call: Call, pool: Pool, *, is_chat: bool) -> Translation | None:
+        """The request's translation into a chat; None if the engines of the pool serve it as it is.
+        `is_chat`: they want it as a chat. Raises MethodNotAllowed where the route takes only POST."""
         translate, body = self.translations.get(call.route), call.body
-        is_chat = translate is not None and call.route in pool.served_as_chats
         if call.method != "POST":
             # An engine that keeps no responses keeps no chats, which a GET would list.
             keeps_none = call.route == CHAT_PATH and RESPONSES_PATH in pool.served_as_chats

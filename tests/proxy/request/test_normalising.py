@@ -13,6 +13,7 @@ from engine_adapter.types import TRANSLATED_ROUTES
 from proxy.core.message_repair import Repair
 from proxy.core.misses import detail_of
 from proxy.core.normalise import AGENTS, Rule
+from proxy.fleet.pool import Pool
 from proxy.request.calls import Call, Session
 from proxy.request.normalising import NO_RULES, ChosenRules, Normalising
 from proxy.request.tenants import ApiKey, Tenants
@@ -352,6 +353,21 @@ class TestRepairsOfTranslatedChats:
         sent, _ = await ask("/v1/messages", max_tokens=4, messages=talk)
         assert sent == [("user", "first\n\n<system>\nlate\n</system>"), ("assistant", "I")]
         assert engine.seen[-1].json["continue_final_message"] is True
+
+    async def test_it_is_repaired_as_what_it_is_served_as(self, ask, monkeypatch):
+        """Engines may join and leave while it is prepared: one look at them decides."""
+
+        async def changes(self, call, *rest):
+            served.append(call)
+            return await apply(self, call, *rest)
+
+        served, apply = [], Normalising.apply
+        monkeypatch.setattr(Normalising, "apply", changes)
+        monkeypatch.setattr(
+            Pool, "served_as_chats", property(lambda _: set() if served else TRANSLATED_ROUTES)
+        )
+        sent, _ = await ask(input=[RULES, user_item("first")])
+        assert sent == [("system", "RULES"), ("user", "first")]
 
     @pytest.mark.parametrize(
         ("more", "place"),
