@@ -38,14 +38,14 @@ class RequestOptions:
         """The target as the admin API takes it."""
         self._check([flag_of(name) for name in _PREFIXES if self._given(name) is not None])
         named = ("prompt", "prompt_cache_key", "engine", "tenant", "model", "cache_salt")
-        body = {name: self._given(name) for name in named}
+        body = {name: value for name in named if (value := self._given(name)) is not None}
         if self.prompt_file is not None:
             body["prompt"] = _read(self.prompt_file)
         if self.token_ids is not None:
             body["token_ids"] = _token_ids(self.token_ids)
         if self.messages_file is not None:
-            body |= _chat(self.messages_file)
-        return {name: value for name, value in body.items() if value is not None}
+            body = _chat(self.messages_file) | body
+        return body
 
     def request(self) -> dict[str, Any]:
         """The target as a data-plane request, for a dry run."""
@@ -110,7 +110,7 @@ def _chat(name: str) -> dict[str, Any]:
     if not isinstance(value, dict) or "messages" not in value:
         fail("--messages-file must hold a JSON list of messages, or an object with messages")
     kept = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "model", "cache_salt")
-    return {key: value[key] for key in kept if key in value}
+    return {key: value[key] for key in kept if value.get(key) is not None}
 
 
 def _token_ids(text: str) -> list[int]:
@@ -133,8 +133,9 @@ def _json(text: str, option: str) -> Any:  # noqa: ANN401 - JSON
 
 
 def _read(name: str) -> str:
+    """The text with its line ends as they are."""
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode()
     except OSError as error:
         fail(f"{name!r} cannot be read: {error.strerror}")
     except UnicodeDecodeError:

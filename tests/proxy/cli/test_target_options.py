@@ -13,7 +13,7 @@ MESSAGES = [{"role": "user", "content": "zażółć"}]
 def file(tmp_path):
     def write(content):
         path = tmp_path / "file"
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content.encode())
         return str(path)
 
     return write
@@ -25,10 +25,17 @@ def test_what_of_a_request_belongs_to_its_prompt(file):
     assert body == {"messages": MESSAGES, "tools": [], "model": "m"}
 
 
-def test_text_from_a_file_or_standard_input(file, monkeypatch):
-    assert TargetOptions(prompt_file=file("a\nb\n")).body() == {"prompt": "a\nb\n"}
-    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
-    assert TargetOptions(prompt_file="-").body() == {"prompt": "from a pipe"}
+def test_a_flag_wins_over_the_file(file):
+    request = file(json.dumps({"messages": MESSAGES, "tools": None, "model": "a", "cache_salt": "of a"}))
+    options = TargetOptions(messages_file=request, model="b")
+    assert options.body() == {"messages": MESSAGES, "model": "b", "cache_salt": "of a"}
+
+
+@pytest.mark.parametrize("text", ["a\nb\n", "a\r\nb\rc"])
+def test_text_from_a_file_or_standard_input_keeps_its_line_ends(file, monkeypatch, text):
+    assert TargetOptions(prompt_file=file(text)).body() == {"prompt": text}
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert TargetOptions(prompt_file="-").body() == {"prompt": text}
 
 
 def test_bytes_that_are_no_text(tmp_path, capsys):
