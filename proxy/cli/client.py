@@ -154,8 +154,8 @@ class AdminClient:
                 time.sleep(POLL_S)
                 operation = self.get(f"/operations/{operation['id']}")
         except KeyboardInterrupt:
-            self.delete(f"/operations/{operation['id']}")
-            typer.echo(f"cancelled {operation['id']}", err=True)
+            ended = self.delete(f"/operations/{operation['id']}")  # it may have ended by itself
+            typer.echo(f"{ended['state']} {operation['id']}", err=True)
             raise typer.Exit(130) from None
         show(operation)
         return operation
@@ -210,7 +210,7 @@ class AdminClient:
                 httpx.Client(timeout=timeout_s, trust_env=False, verify=authorities()) as client,
                 client.stream(method, address, headers=sent, **options) as answer,
             ):
-                if answer.is_error:
+                if not answer.is_success:
                     answer.read()
                     if not _tells_operation(answer):
                         is_missing = answer.status_code == HTTPStatus.NOT_FOUND
@@ -255,8 +255,9 @@ def untrusted(url: str, error: BaseException) -> str | None:
 
 def key_header(key: str | None) -> dict[str, str]:
     """The header that carries a key, if there is one. One that no header can carry ends the program."""
-    if key is not None and not key.isascii():
-        fail("the key has characters beyond ASCII: no header can carry it")
+    key = (key or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        fail("no header can carry the key: it must be one line of ASCII")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -304,6 +305,8 @@ def _key_in_file() -> str | None:
 
 def _error_of(answer: httpx.Response) -> str:
     """The message of an error in OpenAI's shape, in terms of flags; without a message, the status."""
+    if answer.has_redirect_location:
+        return f"{answer.request.url} redirects to {answer.headers['location']}: name that address"
     try:
         error = answer.json()["error"]
         message, param = str(error["message"]), error.get("param")

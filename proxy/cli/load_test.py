@@ -139,7 +139,7 @@ async def _ask(client: httpx.AsyncClient, base_url: str, load: BenchOptions, pro
         async with client.stream(
             "POST", f"{base_url}/chat/completions", json=body, headers=key_header(load.api_key)
         ) as answer:
-            if answer.is_error:
+            if not answer.is_success:
                 await answer.aread()
                 return RequestSample(error=_error_of(answer))
             async for line in _lines(answer):

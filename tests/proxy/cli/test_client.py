@@ -27,6 +27,8 @@ def admin(script, authority=None):
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(raw)))
+            if status == 301:
+                self.send_header("location", f"https://k{self.path}")
             self.end_headers()
             self.wfile.write(raw)
 
@@ -95,9 +97,26 @@ def error(message, param=None):
     return {"error": {"message": message, "param": param}}
 
 
-def test_a_key_that_no_header_can_carry(capsys):
-    said = failure(capsys, lambda: AdminClient("http://127.0.0.1:1", "\u00e9").post("/flush", {}))
-    assert said == "kvpin: the key has characters beyond ASCII: no header can carry it\n"
+@pytest.mark.parametrize("key", ["caf\u00e9", "hush\nhush", "hush\0"])
+def test_a_key_that_no_header_can_carry_is_not_shown(capsys, key):
+    said = failure(capsys, lambda: AdminClient("http://127.0.0.1:1", key).post("/flush", {}))
+    assert said == "kvpin: no header can carry the key: it must be one line of ASCII\n"
+
+
+def test_a_key_may_end_with_a_line_end():
+    with admin(lambda *_: (200, {})) as (url, seen):
+        AdminClient(url, "k\r\n").get("/stats")
+        AdminClient(url, "\n").get("/stats")
+    assert [authorization for *_, authorization in seen] == ["Bearer k", None]
+
+
+def test_a_redirect_is_no_success(capsys):
+    with admin(lambda *_: (301, b"")) as (url, _):
+        said = failure(capsys, lambda: AdminClient(url, None).delete("/prompt_tables/x"))
+        where = "/admin/v1/prompt_tables/x"
+        assert said == f"kvpin: {url}{where} redirects to https://k{where}: name that address\n"
+    with admin(lambda *_: (300, b"")) as (url, _):
+        assert "300 Multiple Choices" in failure(capsys, lambda: AdminClient(url, None).get("/stats"))
 
 
 @pytest.mark.parametrize(
@@ -179,18 +198,19 @@ def test_an_operation_that_failed_is_no_error_of_the_request(status):
         assert AdminClient(url, None).run("flush", {"all": True}, lambda _: None) == failed
 
 
-def test_an_interrupt_cancels_it(capsys):
+@pytest.mark.parametrize("state", ["cancelled", "done"])
+def test_an_interrupt_cancels_it_unless_it_has_ended(capsys, state):
     def interrupt(_operation):
         raise KeyboardInterrupt
 
     with (
-        admin(lambda *_: (200, operation("running"))) as (url, seen),
+        admin(lambda method, *_: (200, operation(state if method == "DELETE" else "running"))) as (url, seen),
         pytest.raises(typer.Exit) as caught,
     ):
         AdminClient(url, None).run("flush", {}, interrupt)
     assert caught.value.exit_code == 130
     assert seen[-1][:2] == ("DELETE", "/admin/v1/operations/op-1")
-    assert "cancelled op-1" in capsys.readouterr().err
+    assert f"{state} op-1" in capsys.readouterr().err
 
 
 def test_the_data_of_an_event_may_hold_line_separators():
