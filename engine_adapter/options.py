@@ -40,6 +40,8 @@ class OptionError(EngineSpecError):
 
 
 _Options = TypeVar("_Options", bound=EngineOptions)
+# A size as text. ByteSize itself ignores a second point, and text after the unit.
+SIZE = re.compile(r"\s*(\d*\.)?\d+\s*[A-Za-z]*\s*")
 _read_size = TypeAdapter(ByteSize).validate_python
 
 # msgspec's words about a value, and ours.
@@ -87,7 +89,7 @@ def read_options(kind: str, options: type[_Options], values: Mapping[str, object
 def _read(kind: type, value: object) -> Any:  # noqa: ANN401 - msgspec's signature
     """`Size`, the one type of an option that msgspec does not know."""
     try:
-        size = kind(_read_size(value))
+        size = kind(_read_size(value if not isinstance(value, str) or SIZE.fullmatch(value) else ""))
     except ValidationError:
         raise ValueError("expected a number of bytes, or one with a unit such as 4GiB") from None
     if size <= 0:

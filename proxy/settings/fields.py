@@ -20,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from engine_adapter.options import SIZE
+
 # --- where engines are found: the address of a `[[discovery]]` entry, read ------------------------------
 # dns://NAME:PORT                           every address of a name (A, AAAA)
 # srv://NAME                                every target of a name's SRV records, with its port
@@ -86,7 +88,6 @@ HOST = re.compile(r"[\w.:%-]+")
 """A host of an address."""
 # Ports that browsers leave out of an origin.
 _PORTS = {"http": 80, "https": 443}
-_SIZE = re.compile(r"\s*[\d.]+\s*[A-Za-z]*\s*")
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 
 
@@ -113,10 +114,13 @@ def _secret(value: SecretStr) -> SecretStr:
 
 
 def _key(value: SecretStr) -> SecretStr:
-    text = _secret(value).get_secret_value()
+    """The key without blanks and line ends at its edges, with which no client can send it."""
+    text = _secret(value).get_secret_value().strip()
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("a key must be one line of ASCII")
     if text.startswith("sha256:") and not _DIGEST.fullmatch(text):
         raise ValueError("a hashed key must be sha256: and 64 hexadecimal digits")
-    return value
+    return SecretStr(text)
 
 
 def key_digest(text: str) -> bytes:
@@ -166,8 +170,8 @@ def _place(value: object) -> object:
 
 
 def _whole_size(value: object) -> object:
-    """Refuses text after the unit, which the library ignores."""
-    if isinstance(value, str) and not _SIZE.fullmatch(value):
+    """Refuses what the library ignores: a second point, and text after the unit."""
+    if isinstance(value, str) and not SIZE.fullmatch(value):
         raise PydanticCustomError("byte_size", "no number of bytes")
     return value
 

@@ -25,6 +25,7 @@ def read(**values):
 
 def test_text_stands_for_numbers_and_sizes():
     assert read(room="2KiB", count="3", first="x") == Options(room=Size(2048), count=3, first="x")
+    assert [read(room=text).room for text in ("5", " .5 kB ", "1.5KiB")] == [5, 500, 1536]
     assert read(room=5).room == 5
     assert read() == Options()
     assert hash(read(room=5)) == hash(read(room=5))
@@ -37,6 +38,10 @@ def test_text_stands_for_numbers_and_sizes():
         ({"zzz": 1}, "zzz", "tiny engines have no option 'zzz'; known: room, count, first, second"),
         ({"count": "x"}, "count", "count: must be a whole number"),
         ({"room": "lots"}, "room", "room: expected a number of bytes, or one with a unit such as 4GiB"),
+        *(
+            ({"room": text}, "room", "room: expected a number of bytes, or one with a unit such as 4GiB")
+            for text in ("64.000.000", "1.5.2GiB", "1.GiB", "4GiB of room", "")
+        ),
         ({"room": 0}, "room", "room: a size must be above 0"),
         ({"first": "a", "second": "b"}, None, "first and second are given: give one of them"),
     ],

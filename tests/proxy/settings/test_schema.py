@@ -55,6 +55,15 @@ def test_keys_of_operators_are_long_where_other_machines_may_guess_them(name, ho
     Settings(host=host, **{name: "sha256:" + 64 * "0"})
 
 
+def test_a_key_is_what_clients_can_send():
+    settings = Settings(admin_key="of operators\n", api_keys=[{"key": " sk-one\r\n"}])
+    assert settings.admin_key.get_secret_value() == "of operators"
+    assert settings.api_keys[0].digest == hashlib.sha256(b"sk-one").digest()
+    for key in ("caf\u00e9", "one\ntwo", "a\0b"):
+        with pytest.raises(ValidationError, match="a key must be one line of ASCII"):
+            Settings(metrics_key=key)
+
+
 def test_a_key_without_tenant_is_a_tenant_of_its_own():
     one, same, other = (ApiKeySettings(key=key) for key in ("sk-one", "sk-one", "sk-two"))
     assert one.tenant_id == same.tenant_id != other.tenant_id
@@ -108,7 +117,10 @@ def test_no_secret_shows():
         ({"host": "127.0.0.1, ::1"}, "with only commas between them"),
         ({"host": "unix:/tmp/k.sock"}, "not on Unix sockets"),
         ({"health": {"interval_s": float("inf")}}, "finite"),
-        ({"limits": {"body_bytes": "-1"}}, "body_bytes"),
+        *(
+            ({"limits": {"body_bytes": text}}, "body_bytes")
+            for text in ("-1", "64.000.000", "1.5.2GiB", "1.GiB")
+        ),
         ({"record_traffic": "t.jsonl"}, "record_traffic needs reuse"),
         ({"record_traffic": "t.jsonl.gz", "reuse": True}, r"name a file without \.gz"),
         ({"model_aliases": {"a": "b", "b": "m"}}, "'a' stands for 'b', which is an alias too"),
