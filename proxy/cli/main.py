@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """The flags of `kvpin serve`, in the order of its help. None stands for one that is not given."""
+    """The flags of `kvpin serve`, in the order of its help. None stands for one that is not given. A path is
+    text here, because `Path("")` would be the working directory."""
 
     host: str | None = option("ADDRESS[,ADDRESS…]", "Addresses to listen on [127.0.0.1].")
     port: int | None = option("PORT", "Port, 0 for a free one [8000].")
@@ -43,12 +44,12 @@ class ServeFlags:
         "Where to find engines: dns://NAME:PORT, srv://NAME or kubernetes://NAMESPACE/SERVICE:PORT. "
         "Repeatable.",
     )
-    engines_file: Path | None = option("FILE", "Engines in a file that is watched, TOML or JSON.")
+    engines_file: str | None = option("FILE", "Engines in a file that is watched, TOML or JSON.")
     api_key: list[str] | None = option(
         "KEY", "A client's key; each is its own tenant. Repeatable; or KVPIN_API_KEYS."
     )
     admin_key: str | None = option("KEY", "Key of the admin API; or KVPIN_ADMIN_KEY.")
-    admin_key_file: Path | None = option(
+    admin_key_file: str | None = option(
         "FILE", "File with that key; made with a random one if it is missing."
     )
     reuse: bool | None = option(
@@ -65,15 +66,13 @@ class ServeFlags:
     cors_origin: list[str] | None = option(
         "ORIGIN", "Web pages from here may use /v1, e.g. https://chat.example; * for all. Repeatable."
     )
-    state_dir: Path | None = option("DIR", "Keep what is known of the engines' caches there over a restart.")
+    state_dir: str | None = option("DIR", "Keep what is known of the engines' caches there over a restart.")
     exchange: str | None = option(
         "URL",
         "Act as one with other kvpins in front of the same engines: unix:/directory or redis://host.",
     )
     workers: int | None = option("N", "Processes that serve the port together, as one [1].")
-    record_traffic: Path | None = option(
-        "FILE", "Record requests for `kvpin replay`, as hashes without text."
-    )
+    record_traffic: str | None = option("FILE", "Record requests for `kvpin replay`, as hashes without text.")
     log_format: str | None = option("FORMAT", "auto, json or pretty [auto].")
     log_level: str | None = option("LEVEL", "debug, info, warning or error [info].")
 

@@ -50,6 +50,13 @@ def test_flags_become_settings(kvpin, served, tmp_path):
     assert (settings.logs.format, settings.logs.level) == ("json", "error")
 
 
+@pytest.mark.parametrize("name", ["engines-file", "admin-key-file", "state-dir", "record-traffic"])
+def test_an_empty_path_is_not_the_working_directory(kvpin, served, name):
+    result = kvpin("serve", f"--{name}", "", "--reuse")
+    assert (result.exit_code, served) == (2, [])
+    assert "(given as a flag) cannot be used: a path must not be empty" in result.output
+
+
 def test_an_engine_to_start_may_be_given_as_any_other(kvpin, served):
     words = ["--engine", "llama-server: -m m.gguf -np 2", "--engine", "nim=http://h:2"]
     result = kvpin("serve", *words, "--managed", "llama_server: mine -m n.gguf")
