@@ -92,10 +92,12 @@ def serve(load: Load) -> int:
         mend = "use another --port" if is_of_port else "--host must name an address of this machine"
         sys.stderr.write(f"kvpin: cannot listen on {settings.host}:{settings.port}: {reason}; {mend}\n")
         return 1
+    hosts = _hosts(listeners)
+    settings, again = _with_long_keys(settings, hosts), lambda: _with_long_keys(load(), hosts)
     _warn(settings, listeners)
     if settings.workers > 1:
-        return _until_done(Workers(settings, load, listeners, watchdog=watchdog).run())
-    return _until_done(_run(settings, listeners, load, are_shared=bool(handed_on), watchdog=watchdog))
+        return _until_done(Workers(settings, again, listeners, watchdog=watchdog).run())
+    return _until_done(_run(settings, listeners, again, are_shared=bool(handed_on), watchdog=watchdog))
 
 
 def _until_done(work: Coroutine[Any, Any, int]) -> int:
@@ -305,6 +307,13 @@ def _warn(settings: Settings, listeners: list[socket.socket]) -> None:
         log.warning(warning)
     if is_open_to_all(settings, _hosts(listeners)):
         log.warning(OPEN_TO_ALL, host=settings.host)
+
+
+def _with_long_keys(settings: Settings, hosts: list[str]) -> Settings:
+    """The settings; raises SettingsError if others may guess a key at `hosts`, which systemd may open."""
+    if faults := "\n".join(settings.faults_of_short_keys(hosts)):
+        raise SettingsError(faults)
+    return settings
 
 
 def _hosts(listeners: list[socket.socket]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -407,22 +407,28 @@ class Settings(BaseSettings):
                 yield f"model_aliases: {alias!r} stands for {model!r}, which is an alias too: name its model"
 
     def _faults_of_keys(self) -> Iterator[str]:
-        digests, is_reached = dict[bytes, int](), not all(map(is_loopback, self.hosts))
+        digests = dict[bytes, int]()
         for place, entry in enumerate(self.api_keys):
             if (first := digests.setdefault(entry.digest, place)) != place:
                 yield f"api_keys[{first}] and api_keys[{place}] have the same key: a key is named once"
         for name, key in (("admin_key", self.admin_key), ("metrics_key", self.metrics_key)):
             if key is not None and key_digest(key.get_secret_value()) in digests:
                 yield f"{name} must differ from every key in api_keys"
-            # Others than users of this machine can try short keys. The length of a hashed one is not known.
-            if key is not None and is_reached and len(key.get_secret_value()) < SHORTEST_KEY:
-                yield (
-                    f"{name} needs at least {SHORTEST_KEY} characters where other machines reach kvpin "
-                    "(host): make one by `openssl rand -hex 32`"
-                )
+        yield from self.faults_of_short_keys(self.hosts)
         for entry in self.api_keys:
             if entry.limits not in (TenantLimits(), self.tenant_limits.get(entry.tenant_id)):
                 yield f"the keys of tenant {entry.tenant_id!r} have different limits: name them with one key"
+
+    def faults_of_short_keys(self, hosts: Iterable[str]) -> Iterator[str]:
+        """A sentence for each key of operators that others than users of this machine could guess, where
+        kvpin listens on `hosts`. The length of a hashed one is not known."""
+        reached = ", ".join(host for host in hosts if not is_loopback(host))
+        for name, key in (("admin_key", self.admin_key), ("metrics_key", self.metrics_key)):
+            if reached and key is not None and len(key.get_secret_value()) < SHORTEST_KEY:
+                yield (
+                    f"{name} needs at least {SHORTEST_KEY} characters where other machines reach kvpin "
+                    f"({reached}): make one by `openssl rand -hex 32`"
+                )
 
     def _faults_of_traffic(self) -> Iterator[str]:
         limits = self.limits

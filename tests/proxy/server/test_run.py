@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from proxy.core.books import IssuedKey
 from proxy.fleet.state_files import KeyBookFile
 from proxy.http.listeners import listen
 from proxy.server import run
-from proxy.settings import EngineSettings, Settings
+from proxy.settings import EngineSettings, Settings, SettingsError
 from tests.fakes import CHAT, STREAM, FakeEngine, answer, event
 from tests.kv_world import until
 from tests.live.conftest import running_kvpin
@@ -51,6 +52,34 @@ def test_issued_keys_close_it_and_those_that_have_ended_are_warned_of(tmp_path):
     assert [each["event"] for each in entries] == [
         "the issued key key-1 has expired: kvpin keys remove key-1"
     ]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_short_key_is_refused_where_a_socket_of_systemd_lets_other_machines_in(monkeypatch, workers):
+    given, loads = ["k" * 16], []
+    monkeypatch.setattr(run, "configure_logs", lambda _logs: None)
+    monkeypatch.setattr(
+        run, "Workers", lambda _settings, load, *_, **__: SimpleNamespace(run=lambda: loads.append(load))
+    )
+    monkeypatch.setattr(run, "_run", lambda _settings, _listeners, load, **_: loads.append(load))
+    monkeypatch.setattr(run, "_until_done", lambda _: 0)
+
+    def load():
+        return Settings(
+            engines=(ELSEWHERE,), workers=workers, metrics_key=given[-1], api_keys=({"key": "k"},)
+        )
+
+    said = r"metrics_key needs at least 16 characters where other machines reach kvpin \(0\.0\.0\.0\)"
+    with listen("0.0.0.0", 0) as listener:
+        monkeypatch.setattr(run, "inherited", lambda: [listener])
+        assert run.serve(load) == 0
+        (again,) = loads
+        assert again() == load()
+        given.append("short")
+        with pytest.raises(SettingsError, match=said):
+            again()
+        with pytest.raises(SettingsError, match=said):
+            run.serve(load)
 
 
 async def endless(exchange):
