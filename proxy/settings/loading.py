@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import secrets
 import stat
 import tomllib
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -30,6 +32,8 @@ from proxy.settings.schema import Settings
 _MAX_LENGTH = 4096
 _KEY_BYTES = 32
 _ROOT = 0
+# Names of headers that mostly hold one.
+_OF_KEYS = re.compile("auth|cookie|key|password|secret|token", re.IGNORECASE)
 
 
 def key_in(path: Path) -> str:
@@ -97,10 +101,17 @@ def exposed_keys(
 
 def _flags_of_keys(values: Mapping[str, Any]) -> Iterator[str]:
     """The flag of each key in the values of flags or of a file."""
-    found = [("--admin-key", values.get("admin_key")), ("metrics_key", values.get("metrics_key"))]
+    found = [("--admin-key", values.get("admin_key"))]
+    found += [(name, values.get(name)) for name in ("metrics_key", "record_traffic_key")]
     found += [("--api-key", entry.get("key")) for entry in _entries(values, "api_keys")]
     for name in ("engines", "managed", "discovery"):
-        found += [("--engine", engine.get("api_key")) for engine in _entries(values, name)]
+        for engine in _entries(values, name):
+            headers = engine.get("headers")
+            names = str([*headers] if isinstance(headers, dict) else headers)
+            found += [("--engine", engine.get("api_key")), ("--engine", _OF_KEYS.search(names))]
+    if isinstance(exchange := values.get("exchange"), dict):
+        with suppress(ValueError):  # a variable may have replaced it
+            found.append(("--exchange", urlsplit(str(exchange.get("url"))).password))
     for flag, key in found:
         text = key.get_secret_value() if isinstance(key, SecretStr) else key
         if text and not str(text).startswith("sha256:"):
@@ -258,7 +269,7 @@ def _read_file(config: Path, model: type[BaseModel]) -> tuple[dict[str, Any], li
     SettingsError if the file cannot be read."""
     read, language = (json.loads, "JSON") if config.suffix == ".json" else (tomllib.loads, "TOML")
     try:
-        values = read(config.read_text(encoding="utf-8"))
+        values = read(config.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"settings file {str(config)!r} cannot be read: {reason}") from error

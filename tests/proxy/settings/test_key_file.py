@@ -119,6 +119,10 @@ def warnings(config=None, **flags):
         ({"api_keys": ({"key": "sk-1"}, {"key": "sk-2"})}, ["--api-key"]),
         ({"admin_key": "hush" * 8}, ["--admin-key"]),
         ({"engines": (parse_engine_flag("vllm=http://h:1,api_key=hush"),)}, ["--engine"]),
+        ({"engines": (parse_engine_flag("vllm=http://h:1,headers=X-Key: hush"),)}, ["--engine"]),
+        ({"engines": (parse_engine_flag("vllm=http://h:1,headers=X-Team: hush"),)}, []),
+        ({"exchange": {"url": "redis://:hush@h"}, "reuse": True}, ["--exchange"]),
+        ({"exchange": {"url": "redis://h"}, "reuse": True}, []),
         ({"api_keys": ({"key": HASHED},), "admin_key": HASHED.replace("0", "1")}, []),
         ({"engines": (parse_engine_flag("vllm=http://h:1,key=/a/file"),)}, []),
         ({}, []),
@@ -143,6 +147,12 @@ def test_keys_in_variables_are_not_seen(monkeypatch):
         (FILE.format("", 'api_key = "hush"'), True),
         (FILE.format(f'admin_key = "{"hush" * 8}"', ""), True),
         (FILE.format("", '[[api_keys]]\nkey = "sk-1"'), True),
+        (FILE.format('record_traffic_key = "hush"', ""), True),
+        (FILE.format("", 'headers = { X-Key = "hush" }'), True),
+        (FILE.format("", 'headers = "Authorization: hush"'), True),
+        (FILE.format("", 'headers = { X-Team = "hush" }'), False),
+        (FILE.format('reuse = true\nexchange.url = "rediss://u:hush@h"', ""), True),
+        (FILE.format('reuse = true\nexchange.url = "unix:/run/kvpin"', ""), False),
         (FILE.format("", f'[[api_keys]]\nkey = "{HASHED}"'), False),
         (FILE.format("", 'key = "/a/file"'), False),
     ],
@@ -157,7 +167,9 @@ def test_a_settings_file_that_others_can_read(tmp_path, mode, text, has_key):
 
 def test_a_list_in_the_file_that_a_variable_replaces(tmp_path, monkeypatch):
     path = tmp_path / "kvpin.toml"
-    path.write_text('api_keys = 5\nadmin_key = "{}"'.format("hush" * 8))
+    path.write_text('api_keys = 5\nadmin_key = "{}"\nexchange.url = "http://["'.format("hush" * 8))
     path.chmod(0o644)
     monkeypatch.setenv("KVPIN_API_KEYS", "[]")
+    monkeypatch.setenv("KVPIN_EXCHANGE__URL", "unix:/run/kvpin")
+    monkeypatch.setenv("KVPIN_REUSE", "1")
     assert len(warnings(path)) == 1

@@ -162,6 +162,12 @@ def test_a_file_that_is_wrong_is_named(write, text, message):
     assert refused(path).startswith(message.format(file=file, wrong=f"(in {file}) cannot be used"))
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "kvpin.toml"
+    path.write_bytes(b"\xef\xbb\xbfport = 9003")
+    assert load_settings(path).port == 9003
+
+
 def test_a_file_that_is_not_text(tmp_path):
     path = tmp_path / "kvpin.toml"
     path.write_bytes(b"\xff\xfe\x00")
