@@ -90,7 +90,7 @@ class _Reused(NamedTuple):
 
 # --- metrics --------------------------------------------------------------------------------------------
 
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 # These and the next are vLLM's bounds and those of OpenTelemetry's GenAI conventions: one panel may show them
 # beside ours.
@@ -297,7 +297,7 @@ _READ = {
         ),
     ),
     "kvpin_engine_in_flight": _Row(
-        "Requests in flight",
+        "Requests in flight, of all kvpins of the exchange",
         ("engine",),
         lambda now: (((each.id,), each.in_flight) for each in now.fleet.engines.values()),
     ),
@@ -593,7 +593,7 @@ class Metrics:
         spent = defaultdict[tuple[str, str], float](float)
         for (tenant, what), seconds in THREADS.spent.items() if self._max_tenants else ():
             if tenant is not None:
-                spent[tenant if tenant in self._tenants else OTHER_TENANTS, what] += seconds
+                spent[self.tenant_label(tenant), what] += seconds
         return spent
 
     def refuse(self, status: int, reason: str | None = None) -> None:
@@ -623,11 +623,20 @@ class Metrics:
 
     def _parts(self, openmetrics: bool) -> Iterator[str]:
         self._drop_left()
+        self._begin_of_alerts()
         for family in self.families.values():
             yield from family.lines(openmetrics=openmetrics)
         for name, row in _READ.items():  # each is as it was when its first line was taken
             yield from row.family(name).lines(list(row.read(self)), openmetrics=openmetrics)
         yield "# EOF\n" if openmetrics else ""
+
+    def _begin_of_alerts(self) -> None:
+        """Begins series that alerts watch: Prometheus sees no increase where one appears with its event."""
+        for pool in self.fleet.pools.values():
+            for model in (pool.model, *pool.loras):
+                self._count("kvpin_interrupted_streams_total", model, "broken", by=0)
+            for engine in map(self.label, pool.engines):
+                self._count("kvpin_tokenisation_checks_total", pool.model, engine, "different", by=0)
 
 
 def _refusal(record: RequestRecord) -> str | None:

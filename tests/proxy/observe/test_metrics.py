@@ -1,5 +1,6 @@
 import asyncio
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -170,6 +171,29 @@ def test_prompts_whose_tokens_the_engine_told_are_counted(fleet):
     metrics = counted(fleet, *({"tokens_agree": agree} for agree in (None, True, True, False)))
     for result, number in (("same", 2), ("different", 1)):
         assert value(metrics, "kvpin_tokenisation_checks_total", result=result, **LABELS) == number
+
+
+def test_what_alerts_watch_is_there_before_its_first_event():
+    fleet = Fleet()
+    add_ready(fleet, "a", loras=frozenset({"l"}))
+    metrics = Metrics(fleet)
+    for model in ("m", "l"):
+        assert value(metrics, "kvpin_interrupted_streams_total", model=model, result="broken") == 0
+    assert value(metrics, "kvpin_tokenisation_checks_total", result="different", **LABELS) == 0
+    metrics.observe(record(tokens_agree=False, interrupted=1, error="broken off"))
+    assert value(metrics, "kvpin_interrupted_streams_total", model="m", result="broken") == 1
+    assert value(metrics, "kvpin_tokenisation_checks_total", result="different", **LABELS) == 1
+
+
+def test_a_tenants_cpu_seconds_never_fall(fleet, monkeypatch):
+    spent = {("acme", "parse"): 2.0, ("globex", "parse"): 3.0}
+    monkeypatch.setattr(metrics, "THREADS", SimpleNamespace(spent=spent))
+    counts = Metrics(fleet, tenants=1)
+    for _ in range(2):
+        assert value(counts, "kvpin_tenant_cpu_seconds_total", tenant="acme", what="parse") == 2
+        assert value(counts, "kvpin_tenant_cpu_seconds_total", tenant=OTHER_TENANTS, what="parse") == 3
+        counts.observe(record(tenant="globex"))
+        counts.observe(record(tenant="acme"))
 
 
 async def test_engines_that_came_and_went_leave_no_series_and_stay_in_the_totals(fleet):
