@@ -17,8 +17,8 @@ from tests.fakes import add_ready
 from tests.proxy.observe.test_metrics import record
 from tests.queries import ALERTS, BOARD, DEPLOY, of_board, of_variables, plain
 
-# Labels that Prometheus adds to all it scrapes.
-OF_TARGETS = {"instance", "job"}
+# Labels that Prometheus adds to all it scrapes; its operator adds the namespace.
+OF_TARGETS = {"instance", "job", "namespace"}
 QUERIES = {
     **{title: plain(query) for title, query in of_board()},
     **{each["alert"]: each["expr"] for each in ALERTS},
