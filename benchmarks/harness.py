@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -147,8 +148,11 @@ def running(
     ready_s: float,
     log: Path | None,
     port: int | None = None,
+    *,
+    kills: bool = False,
 ) -> Iterator[str]:
-    """Runs a server; yields its address once `health` answers 200 there, within `ready_s` seconds."""
+    """Runs a server; yields its address once `health` answers 200 there, within `ready_s` seconds. `kills`:
+    it is not asked to end."""
     port = port or free_port()
     with log.open("wb") if log is not None else nullcontext() as output:
         process = subprocess.Popen(
@@ -163,7 +167,7 @@ def running(
         wait_ready(f"{url}{health}", process, ready_s)
         yield url
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
         process.wait(30)
 
 

@@ -17,23 +17,22 @@ import argparse
 import asyncio
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from harness import ROOT, free_port, wait_ready
+from harness import running
 from rich.console import Console
 from rich.table import Table
 from router_work import MODEL, text_of, words
 
 from engine_adapter import EngineUnavailable, Headers, HttpTransport, IncomingResponse, OutgoingRequest
+from proxy.replay.simulator import quantile_of
 
 ENGINES = 2
 # Tokens a second that one engine computes. Slow, so that the engines are overloaded and not this machine.
@@ -77,8 +76,7 @@ class Tally:
 
     def percentile(self, share: float) -> float:
         """A percentile of the times to first token, in seconds; 0 without any."""
-        ordered = sorted(self.first_token_s)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+        return quantile_of(sorted(self.first_token_s), share) if self.first_token_s else 0.0
 
 
 async def play(url: str, tenants: Sequence[Tenant], seconds: float) -> dict[str, Tally]:
@@ -143,44 +141,34 @@ async def _read(response: IncomingResponse, due: float, tally: Tally) -> None:
             tally.first_token_s.append(time.monotonic() - due)
 
 
-@contextmanager
-def running(command: Sequence[str | Path], health: str, **environment: str) -> Iterator[str]:
-    """Runs a server on a free port; yields its address."""
-    port = free_port()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, *command, "--port", str(port)],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            wait_ready(f"http://127.0.0.1:{port}{health}", process, 120)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()  # an engine with a long queue does not end by itself
-            process.wait()
-
-
 def measure(tenants: Sequence[Tenant], seconds: float, *, admits: bool) -> dict[str, Tally]:
     """One run, with engines and a kvpin of its own."""
-    mock = [ROOT / "benchmarks" / "mock_engine.py", "--prefill-rate", str(PREFILL_RATE), "--token-ms", "20"]
+    mock = [
+        sys.executable,
+        "benchmarks/mock_engine.py",
+        "--prefill-rate",
+        str(PREFILL_RATE),
+        "--token-ms",
+        "20",
+    ]
+    keys = msgspec.json.encode([{"key": tenant.name, "tenant": tenant.name} for tenant in tenants])
+    environment = {
+        **os.environ,
+        "ENABLE_KV_CACHE_REUSE": "1",
+        "KVPIN_API_KEYS": keys.decode(),
+        "KVPIN_LIMITS__QUEUE_S": str(QUEUE_S),
+    }
     with ExitStack() as stack:
-        engines = [stack.enter_context(running(mock, "/health")) for _ in range(ENGINES)]
-        kvpin = ["-m", "proxy.cli"] if admits else ["-c", NO_ADMISSION]
-        keys = msgspec.json.encode([{"key": tenant.name, "tenant": tenant.name} for tenant in tenants])
+
+        def run(command: list[str], health: str) -> str:
+            # An engine with a long queue does not end by itself.
+            server = running(command, environment, health, 120, Path(os.devnull), kills=True)
+            return stack.enter_context(server)
+
+        engines = [run(mock, "/health") for _ in range(ENGINES)]
         flags = [word for url in engines for word in ("--engine", f"vllm={url}")]
-        url = stack.enter_context(
-            running(
-                [*kvpin, "serve", *flags],
-                "/health/ready",
-                ENABLE_KV_CACHE_REUSE="1",
-                KVPIN_API_KEYS=keys.decode(),
-                KVPIN_LIMITS__QUEUE_S=str(QUEUE_S),
-                KVPIN_GRACEFUL_SHUTDOWN_S="1",
-            )
-        )
+        kvpin = ["-m", "proxy.cli"] if admits else ["-c", NO_ADMISSION]
+        url = run([sys.executable, *kvpin, "serve", *flags], "/health/ready")
         time.sleep(3)  # for the tokenizer to be loaded and checked
         return asyncio.run(play(url, tenants, seconds))
 
