@@ -31,7 +31,8 @@ class FakeNixl:
         kept: request → when its lease ends.
         found: what its own pulls found.
         fetched: prompt tokens whose KV they read.
-        aborted: first legs whose client left.
+        left: clients that left before their first leg was over.
+        aborted: first legs that ended after that, and kept nothing.
     """
 
     reached: ClassVar[dict[str, FakeNixl]] = {}
@@ -42,6 +43,7 @@ class FakeNixl:
     kept: dict[str, float] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
     fetched: int = 0
+    left: int = 0
     aborted: int = 0
 
     def open(self) -> None:

@@ -6,6 +6,7 @@ on is as measured on the real one: what a request reuses, what is announced and 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -343,10 +344,17 @@ class FakeVllm:
 
     async def _first_leg(self, nixl: FakeNixl, request: Request, core: EngineCore, work: Work) -> Response:
         """Computes a prompt and keeps its blocks, unless the client leaves."""
+
+        async def until_left() -> None:
+            await request.receive()  # the body is read: what follows is that the client is gone
+            nixl.left += 1
+
+        leaving = asyncio.create_task(until_left())
         whole = json.loads((await answer(core, work)).body)
-        if await request.is_disconnected():
+        if leaving.done():
             nixl.aborted += 1
             return Response(status_code=499)
+        leaving.cancel()
         cached = (whole["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         size, named = self.options.block_size, request.headers.get("x-request-id", "1")
         params = nixl.keep(named, len(work.prompt.tokens), cached, size)

@@ -177,7 +177,7 @@ class TestAnAttemptThatIsInterrupted:
                     except asyncio.CancelledError:
                         raise EngineUnavailable("the slot was not saved") from None
 
-        rules = Rules(first_byte_s=0.1, idle_s=0.1)
+        rules = Rules(first_byte_s=1, idle_s=0.3)
         async with proxy_over(Failing("a", a.url), b, rules=rules, reuse=True) as proxy:
             async with client_of(proxy) as client:
                 got, is_clean = await asyncio.wait_for(stream(client, CHAT, STREAM), 5)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nothing_lingers")
 TEXT = " ".join(f"Entry {n}: all was well on this day." for n in range(75))
 ROLES = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
 # Of engines that must be late: longer than a busy machine takes to fetch.
-LEASE_S = 0.5
+LEASE_S = 2.0
 # Engines without a role: in dev mode, they say that they pass KV both ways.
 BOTH = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
@@ -379,6 +379,7 @@ class TestFirstEngineFails:
             began = monotonic()
             await self.served_by_the_other(world)
             assert monotonic() - began < 10
+            await until(lambda: world.nixl("p").left == 1)
             world.fakes["p"].core.release()
             await until(lambda: world.nixl("p").aborted == 1)
             assert world.nixl("p").kept == {}
@@ -452,7 +453,7 @@ class TestTheClientLeaves:
         async with world_of("p", "d") as world:
             world.fakes["p"].core.hold()
             await self.leaves(world, lambda: bool(world.sent("p")))
-            await asyncio.sleep(0.3)  # until the engine has seen that, too: it looks once its answer is ready
+            await until(lambda: world.nixl("p").left == 1)
             world.fakes["p"].core.release()
             await until(lambda: world.nixl("p").aborted == 1)
             assert world.sent("d") == []
@@ -529,7 +530,7 @@ class TestChaos:
 
     async def test_no_answer_is_wrong_and_nothing_is_left(self):
         random = Random(1)  # noqa: S311 - a test
-        async with world_of("p", "q", "d", "e", lease_s=LEASE_S) as world:
+        async with world_of("p", "q", "d", "e", lease_s=0.5) as world:
             with running_vllm() as single:
                 trouble = asyncio.ensure_future(self.trouble(world, random))
                 answers = await asyncio.gather(

@@ -246,9 +246,10 @@ async def test_a_silent_replay_socket_costs_completeness_and_nothing_else(engine
 async def test_a_replay_socket_that_falls_silent_starts_over(engine):
     """Whatever is lost from then on could not be noticed."""
     engine.record(0)
-    async with reader(engine, idle_check_s=0.02, replay_timeout_s=0.2, idle_timeout_s=0.05) as view:
+    async with reader(engine, idle_check_s=0.02) as view:
         assert await view.take(3) == [ViewLost("connected"), removed(0), ViewCurrent(complete=True)]
         await engine.fall_silent()
+        view.subscriber.replay_timeout_s, view.subscriber.idle_timeout_s = 0.2, 0.05
         engine.record(1)  # never published
         lost = ViewLost("the replay socket no longer answers")
         assert await view.take(2) == [lost, ViewCurrent(complete=False)]

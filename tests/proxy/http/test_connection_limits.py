@@ -153,13 +153,15 @@ class TestSlowClients:
             assert len(everything(connection)) < 64 << 20
 
     def test_an_answer_that_is_taken_slowly_arrives(self, monkeypatch):
-        monkeypatch.setattr(proxy.http.http1, "SEND_S", 0.3)
+        monkeypatch.setattr(proxy.http.http1, "SEND_S", 2)
         with serving(idle_s=0.1) as connect:
-            connection, got = connect(), 0
+            connection, got, begun = connect(), 0, time.monotonic()
             connection.sendall(GET % b"/much")
             while got < 64 << 20:
                 got += len(connection.recv(1 << 19)) or pytest.fail(f"it ended after {got} bytes")
-                time.sleep(0.01)
+                if time.monotonic() - begun < 2.5:
+                    time.sleep(0.025)
+            assert time.monotonic() - begun > 2.5
 
     def test_a_stop_does_not_wait_for_half_a_body(self, monkeypatch):
         monkeypatch.setattr(proxy.http.exchange, "STOPPING_S", 0.2)
