@@ -112,7 +112,7 @@ async def test_an_odd_engine_draws_few_requests(name, monkeypatch):
     async with asked(script, good, reuse=True) as (_proxy, client, odd, _):
         n_good = await counted(client, body)
         assert n_good >= least, f"{n_good} of {N_REQUESTS} are good"
-        assert len(odd.seen) <= N_REQUESTS / 2
+        assert 0 < len(odd.seen) <= N_REQUESTS / 2
 
 
 async def test_empty_answers_are_a_finding_until_the_engine_gives_text():
