@@ -77,7 +77,8 @@ class KvFake(FakeAdapter):
         if target.token_ids is not None:
             namespace = namespace_of(target.cache_salt, target.lora)
             return [b for b in blocks_of(target.token_ids, namespace) if b in self.tiers]
-        return [b for b in self.tiers if target.cache_salt in (None, b[0])]
+        salts = {b: b[0][0] if isinstance(b[0], tuple) else b[0] for b in self.tiers}
+        return [b for b, salt in salts.items() if target.cache_salt in (None, salt)]
 
     async def operate(self, verb, target):
         self.targets.append(target)

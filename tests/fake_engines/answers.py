@@ -21,6 +21,7 @@ class Work:
         chat: a chat rather than a text completion.
         read: False if it must not reuse anything.
         usage: prompt, completion and cached tokens → the answer's `usage`.
+        n: choices, all alike.
     """
 
     chat: bool
@@ -32,6 +33,7 @@ class Work:
     include_usage: bool = False
     return_token_ids: bool = False
     read: bool = True
+    n: int = 1
 
     @property
     def object(self) -> str:
@@ -46,7 +48,7 @@ class Work:
 
 async def answer(core: EngineCore, work: Work) -> Response:
     if work.stream:
-        return event_stream(_chunks(core, work))
+        return event_stream(chunks(core, work))
     async with core.generate(work.prompt, work.max_tokens, read=work.read) as generation:
         tokens = [token async for token in generation.output]
     text = {"message": {"role": "assistant", "content": decode(tokens)}}
@@ -55,25 +57,30 @@ async def answer(core: EngineCore, work: Work) -> Response:
     if work.return_token_ids:
         choice["token_ids"] = tokens
         (top if work.chat else choice)["prompt_token_ids"] = list(work.prompt.tokens)
-    usage = work.usage(generation.prompt_tokens, len(tokens), generation.cached_tokens)
-    return JSONResponse(work.envelope([choice], usage=usage, **top))
+    usage = work.usage(generation.prompt_tokens, len(tokens) * work.n, generation.cached_tokens)
+    return JSONResponse(work.envelope([choice | {"index": n} for n in range(work.n)], usage=usage, **top))
 
 
-def event_stream(events: AsyncIterator[dict]) -> StreamingResponse:
+def event_stream(events: AsyncIterator[dict], *, named: bool = False) -> StreamingResponse:
+    """`named`: each event has its type before it, and the last one ends the stream."""
+
     async def lines() -> AsyncIterator[bytes]:
         async for event in events:
-            yield b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
+            name = f"event: {event['type']}\n".encode() if named else b""
+            yield name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+        if not named:
+            yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-async def _chunks(core: EngineCore, work: Work) -> AsyncIterator[dict]:
+async def chunks(core: EngineCore, work: Work) -> AsyncIterator[dict]:
     prompt_ids = {"prompt_token_ids": list(work.prompt.tokens)} if work.return_token_ids else {}
     async with core.generate(work.prompt, work.max_tokens, read=work.read) as generation:
         if work.chat:
             first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield work.envelope([first], **prompt_ids)
+            for index in range(work.n):
+                yield work.envelope([first | {"index": index}], **prompt_ids)
         count = 0
         async for token in generation.output:
             count += 1
@@ -82,7 +89,8 @@ async def _chunks(core: EngineCore, work: Work) -> AsyncIterator[dict]:
             if work.return_token_ids:
                 choice["token_ids"] = [token]
                 choice |= prompt_ids if count == 1 and not work.chat else {}
-            yield work.envelope([choice])
+            for index in range(work.n):
+                yield work.envelope([choice | {"index": index}])
         if work.include_usage:
-            usage = work.usage(generation.prompt_tokens, count, generation.cached_tokens)
+            usage = work.usage(generation.prompt_tokens, count * work.n, generation.cached_tokens)
             yield work.envelope([], usage=usage)

@@ -30,15 +30,15 @@ class Room:
         cached: prompt tokens that the prefill server reused; None until it has computed the prompt.
     """
 
-    opened: ClassVar[dict[tuple[object, object], Room]] = {}
+    opened: ClassVar[dict[tuple[str, int, int], Room]] = {}
 
     has_decoder: bool = False
     cached: int | None = None
 
     @classmethod
-    def of(cls, body: dict) -> Room:
-        """The room that a request names, at the bootstrap server that it names."""
-        return cls.opened.setdefault((body["bootstrap_port"], body["bootstrap_room"]), cls())
+    def of(cls, host: str, port: int, number: int) -> Room:
+        """A room of the bootstrap server at that address."""
+        return cls.opened.setdefault((host, port, number), cls())
 
 
 async def until(request: Request, is_so: Callable[[], bool]) -> None:

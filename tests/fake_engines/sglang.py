@@ -382,7 +382,7 @@ class FakeSglang:
                     f"({self.options.max_model_len} tokens)."
                 )
             prompt = CachePrompt(tuple(tokens), self._namespace(path, body))
-            room = await self._room(request, body)
+            room = await self._room(request, body, rank)
             if room is not None and self._is("prefill"):
                 body |= {"max_tokens": 1, "max_completion_tokens": 1}
             told = room.cached if room is not None else None
@@ -399,18 +399,24 @@ class FakeSglang:
     def _is(self, mode: str) -> bool:
         return self.options.disaggregation_mode == mode
 
-    async def _room(self, request: Request, body: dict) -> Room | None:
-        """The room in which a half of a request has met the other one; None for a server that is whole."""
+    async def _room(self, request: Request, body: dict, rank: int) -> Room | None:
+        """The room in which a half of a request has met the other one; None for a server that is whole.
+
+        A prefill server enters rooms of its own bootstrap server, and a decode server those of the one that
+        is named. Where that has several ranks, it looks for the prompt at the one of the room's remainder."""
         if self._is("null"):
             return None
         if body.get("bootstrap_room") is None:
             raise _RefusedError("Disaggregated request received without bootstrap room id")
         if self.refuses is not None:
             raise _RefusedError("out of order", self.refuses)
-        room = Room.of(body)
+        number, options = body["bootstrap_room"], self.options
         if self._is("prefill"):
-            await until(request, lambda: room.has_decoder and not self.hangs)
+            room = Room.of("127.0.0.1", options.disaggregation_bootstrap_port, number)
+            is_found = number % options.ranks == rank
+            await until(request, lambda: is_found and room.has_decoder and not self.hangs)
         else:
+            room = Room.of(body["bootstrap_host"], body["bootstrap_port"], number)
             room.has_decoder = True
             is_one = (body.get("n") or 1) == 1
             await until(request, lambda: room.cached is not None and is_one and not self.hangs)
@@ -424,7 +430,7 @@ class FakeSglang:
         tokens = body["input_ids"] if body.get("input_ids") is not None else encode(body["text"])
         namespace = self._namespace("/generate", body)
         limit = (body.get("sampling_params") or {}).get("max_new_tokens", 128)
-        room = await self._room(request, body)
+        room = await self._room(request, body, rank)
         told = room.cached if room is not None else None
         if room is not None and self._is("prefill"):
             limit = 1

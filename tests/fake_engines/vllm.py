@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.fake_engines.answers import Work, answer
+from tests.fake_engines.answers import Work, answer, chunks, event_stream
 from tests.fake_engines.cache import CachePrompt, Namespace, PageCache, StoredRun
 from tests.fake_engines.core import EngineCore, Running, running
 from tests.fake_engines.images import Images
@@ -146,18 +146,40 @@ def _of_api(path: str, chat: Response) -> Response:
         return chat
     whole = json.loads(chat.body)
     text, usage = whole["choices"][0]["message"]["content"], whole["usage"]
+    if path == "/v1/responses":
+        return JSONResponse(_response(whole["model"], text, usage))
+    head = {"id": whole["id"], "type": "message", "role": "assistant", "model": whole["model"]}
+    counts, cached = _tokens_of(usage)
+    counts |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+    said = [{"type": "text", "text": text}]
+    return JSONResponse(head | {"content": said, "stop_reason": "max_tokens", "usage": counts})
+
+
+def _tokens_of(usage: dict) -> tuple[dict, int]:
+    """Tokens in and out of an answer in the names of other APIs, and how many of them were reused."""
     cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-    tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    if path == "/v1/messages":
-        head = {"id": whole["id"], "type": "message", "role": "assistant", "model": whole["model"]}
-        counts = tokens | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-        said = [{"type": "text", "text": text}]
-        return JSONResponse(head | {"content": said, "stop_reason": "max_tokens", "usage": counts})
-    head = {"id": "resp_1", "object": "response", "model": whole["model"], "status": "incomplete"}
+    return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}, cached
+
+
+def _response(model: str, text: str, usage: dict) -> dict:
+    head = {"id": "resp_1", "object": "response", "model": model, "status": "incomplete"}
     part = {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
     said = [{"id": "msg_1", "content": [part], "role": "assistant", "status": "completed", "type": "message"}]
-    counts = tokens | {"input_tokens_details": {"cached_tokens": cached}}
-    return JSONResponse(head | {"output": said, "usage": counts | {"total_tokens": usage["total_tokens"]}})
+    counts, cached = _tokens_of(usage)
+    counts |= {"input_tokens_details": {"cached_tokens": cached}, "total_tokens": usage["total_tokens"]}
+    return head | {"output": said, "usage": counts}
+
+
+async def _response_events(core: EngineCore, work: Work) -> AsyncIterator[dict]:
+    """A response as a stream: the events that say something."""
+    begun = {"id": "resp_1", "object": "response", "model": work.model, "status": "in_progress"}
+    yield {"type": "response.created", "response": begun | {"output": [], "usage": None}}
+    text, place = "", {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    async for chunk in chunks(core, replace(work, include_usage=True)):
+        for choice in chunk["choices"]:
+            text += choice["delta"]["content"]
+            yield {"type": "response.output_text.delta", **place, "delta": choice["delta"]["content"]}
+    yield {"type": "response.completed", "response": _response(work.model, text, chunk["usage"])}
 
 
 class FakeVllm:
@@ -332,11 +354,15 @@ class FakeVllm:
                 _announce_reused(core, prompt)
             work = self._work(path, body, prompt)
             transfer = body.get("kv_transfer_params") or {}
-            if self.nixl is not None and transfer.get("do_remote_decode"):
+            # An answer that ends before its limit keeps nothing.
+            keeps = transfer.get("do_remote_decode") and body.get("ignore_eos")
+            if self.nixl is not None and keeps:
                 return await self._first_leg(self.nixl, request, core, work)
             if self.nixl is not None and transfer.get("do_remote_prefill"):
                 await core.turn()
                 work = await self._pulled(core, work, transfer)
+            if work.stream and path == "/v1/responses":
+                return event_stream(_response_events(core, work), named=True)
             answered = await answer(core, work)
             return answered if work.stream else _of_api(path, answered)
 
@@ -382,6 +408,7 @@ class FakeVllm:
         return found, prompt
 
     def _work(self, path: str, body: dict, prompt: CachePrompt) -> Work:
+        n = body.get("n")
         computes_all = body.get("prompt_logprobs") is not None or (
             bool(body.get("echo")) and body.get("logprobs") is not None
         )
@@ -395,6 +422,7 @@ class FakeVllm:
             include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             return_token_ids=bool(body.get("return_token_ids")),
             read=not computes_all,
+            n=n if isinstance(n, int) and n > 0 else 1,
         )
 
     def _usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict:
@@ -452,6 +480,8 @@ class FakeVllm:
         prompt = body.get("prompt")
         if not prompt:
             raise RefusedError("Either prompt or prompt_embeds must be provided", param="prompt")
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            raise RefusedError("this fake takes one prompt", param="prompt")
         if isinstance(prompt, str):
             prompt = encode(prompt, add_special_tokens=body.get("add_special_tokens", True))
         return self._prompt(body, prompt)

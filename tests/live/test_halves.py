@@ -276,6 +276,25 @@ class TestChoice:
                 assert record.prefilled_by == first.prefilled_by
                 assert record.reported_tokens > 100
 
+    async def test_a_prompt_is_computed_by_the_rank_whose_room_it_is(self):
+        halves = {"page_size": 16, "disaggregation_bootstrap_port": 9000}
+        with (
+            running_sglang(**halves, disaggregation_mode="prefill", ranks=2) as p,
+            running_sglang(**halves, disaggregation_mode="decode", kv_events=False) as d,
+        ):
+            engines = [EngineSettings(id=f"p{n}", kind="sglang", url=p.url, dp_rank=n) for n in range(2)]
+            engines.append(EngineSettings(id="d", kind="sglang", url=d.url))
+            async with proxy_over(engines, (), interval_s=0.2) as made:
+                world = HalvesWorld(*made, {})
+                await until(lambda: all(world.is_quiet(each.id) for each in engines))
+                for number in range(3):
+                    await world.ask(f"{number} {TEXT}")
+                    assert (world.last.prefilled_by, world.last.attempts) == (f"p{p.fake.seen[-1][0]}", ["d"])
+                url = f"{world.url}/v1/completions"
+                await asyncio.gather(*(world.client.post(url, json=asked(f"{n}.")) for n in range(4)))
+                assert {rank for rank, _ in p.fake.seen} == {0, 1}
+                await until(world.is_idle)
+
     async def test_beside_one_that_is_whole(self):
         """It answers alone, or the pair does: whatever costs less."""
         async with world_of("pdw") as world:

@@ -22,6 +22,7 @@ from proxy.core.reasons import Reason, reason_of, why
 from proxy.settings import EngineSettings
 from tests.fake_engines.nixl import Found
 from tests.fake_engines.vllm import RefusedError, running_vllm
+from tests.live.answers import texts_of
 from tests.live.fake_world import VllmWorld, proxy_over, until
 
 pytestmark = pytest.mark.usefixtures("nothing_lingers")
@@ -194,7 +195,12 @@ class TestBothLegs:
     @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
     async def test_chats_messages_and_responses_go_the_same_way(self, stream):
         async with world_of("p", "d") as world:
-            for path in ("chat/completions", "messages", "responses"):
+            ends = {
+                "chat/completions": "\n\ndata: [DONE]",
+                "messages": "event: message_stop",
+                "responses": "event: response.completed",
+            }
+            for path, end in ends.items():
                 text = f"{path}: {TEXT}"
                 chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
                 body = {
@@ -204,6 +210,7 @@ class TestBothLegs:
                 }
                 answer = await world.client.post(f"{world.url}/v1/{path}", json=body)
                 assert answer.status_code == 200, answer.text
+                assert (end in answer.text) == stream, answer.text
                 await until(world.is_idle)
                 assert world.last.transfer is TransferResult.MOVED, path
             assert world.nixl("d").found == [Found.THE_KV] * 3
@@ -263,7 +270,7 @@ class TestFetchedBefore:
     async def test_the_request_finds_the_kv_in_its_engines_cache(self, fields):
         async with world_of("p", "d") as world:
             answer = await world.client.post(f"{world.url}/v1/completions", json=asked(**fields))
-            assert answer.status_code == 200, answer.text
+            assert len(texts_of(answer)) == fields.get("n", 1)
             await until(world.is_idle)
             record = world.last
             assert (record.engine, record.prefilled_by, record.attempts) == ("d", "p", ["d"])
