@@ -41,7 +41,6 @@ def test_a_second_question_finds_the_first_ones_document(kvpin):
     assert cached(second) > 300
     assert first.headers["x-kvpin-engine"] == second.headers["x-kvpin-engine"]
     for answer in (first, second):
-        assert int(answer.headers["x-kvpin-predicted-tokens"]) == cached(answer)
         assert int(answer.headers["x-kvpin-cached-tokens"]) == cached(answer)
 
 
@@ -69,24 +68,15 @@ def test_a_prompt_restores_what_it_needs_by_itself(kvpin):
     cold = ask(kvpin, text)
     done(kvpin.admin("POST", "offload", json=target(text)))
     again = ask(kvpin, text)
-    assert int(again.headers["x-kvpin-predicted-tokens"]) == cached(again) > 300
+    assert cached(again) > 300
     assert text_of(again) == text_of(cold)
-
-
-def test_flushed_kv_is_neither_predicted_nor_found(kvpin):
-    text = document("forgetting")
-    ask(kvpin, text)
-    done(kvpin.admin("POST", "flush", json=target(text)))
-    again = ask(kvpin, text)
-    assert again.headers["x-kvpin-predicted-tokens"] == "0"
-    assert cached(again) == 0
 
 
 def test_a_warmed_prefix_is_there_when_it_is_asked_for(kvpin):
     text = document("warming")
     done(kvpin.admin("POST", "warm", json=target(text)))
     answer = ask(kvpin, text + " Now?")
-    assert int(answer.headers["x-kvpin-predicted-tokens"]) == cached(answer) > 300
+    assert cached(answer) > 300
 
 
 def test_a_pinned_prefix_survives_a_flood(kvpin):

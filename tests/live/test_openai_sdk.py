@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
-import httpx
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.live.answers import becomes, user
+from tests.live.answers import user
 
 pytestmark = pytest.mark.live
 
@@ -60,36 +56,3 @@ def test_each_client_error_has_its_class_and_field(client, model, changes, error
     if param is not None:
         assert caught.value.param is not None
         assert caught.value.param.startswith(param)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_blocks(kvpin, model, stream):
-    body = {
-        "model": model,
-        "messages": user(f"Tell me everything, {stream}."),
-        "max_tokens": 4000,
-        "ignore_eos": True,
-        "stream": stream,
-    }
-    async with httpx.AsyncClient(base_url=kvpin.base_url, timeout=60) as client:
-        request = asyncio.create_task(read_some(client, body))
-        await becomes(lambda: active_blocks(kvpin) > 0)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-    left = time.monotonic()
-    await until_idle(kvpin)
-    assert time.monotonic() - left < 10  # generous: the figure is measured in benchmarks
-
-
-async def read_some(client, body):
-    async with client.stream("POST", "/chat/completions", json=body) as answer:
-        async for _ in answer.aiter_bytes():
-            pass
-
-
-def active_blocks(kvpin):
-    return sum(engine["kv"]["gpu"]["active"] for engine in kvpin.engines().values())
-
-
-async def until_idle(kvpin):
-    await becomes(lambda: active_blocks(kvpin) == 0)

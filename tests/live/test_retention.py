@@ -42,7 +42,6 @@ def test_what_is_to_be_kept_outlives_a_scan_and_its_equal_does_not(kvpin):
     scan(kvpin, "scan")
     kept, left = ask(kvpin, document("kept", ENTRIES)), ask(kvpin, document("left", ENTRIES))
     assert cached(kept) >= 16 * (PROMPT_BLOCKS - 1)
-    assert int(kept.headers["x-kvpin-predicted-tokens"]) == cached(kept)
     assert cached(left) < cached(kept) / 2  # only the beginning that all prompts share
 
 
