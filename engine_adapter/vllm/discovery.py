@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from time import monotonic
 from typing import TypeVar
 
 import msgspec
@@ -190,15 +191,25 @@ async def _takes_salt(control: ControlClient, model: str) -> bool | None:
     return None if all(answer is None for answer in respected) else all(respected)
 
 
-async def _answered(trial: Callable[[], Awaitable[_T]]) -> _T | None:
-    """The trial's result, None when it takes too long. A trial that is refused with "too many requests" is
-    repeated. Raises EngineUnhealthy if that does not help in time."""
-    refusal: EngineRejected | None = None
+async def _answered(trial: Callable[[], Awaitable[_T]], *, is_needed: bool = True) -> _T | None:
+    """The trial's result, None when it takes too long. One that `is_needed` raises as `_unrefused`."""
     try:
-        async with asyncio.timeout(_PATIENCE_S):
-            while True:
+        return await _unrefused(trial, _PATIENCE_S)
+    except (TimeoutError, EngineUnhealthy) as error:
+        if is_needed and isinstance(error, EngineUnhealthy):
+            raise
+        return None
+
+
+async def _unrefused(ask: Callable[[], Awaitable[_T]], within_s: float | None = None) -> _T:
+    """The answer. "Too many requests" is none: it is asked again, for 3 s. Raises EngineUnhealthy if that does
+    not help, and TimeoutError without any answer `within_s`."""
+    refusal, ends = None, monotonic() + _PATIENCE_S
+    try:
+        async with asyncio.timeout(within_s):
+            while refusal is None or monotonic() < ends:
                 try:
-                    return await trial()
+                    return await ask()
                 except EngineRejected as error:
                     if error.status != HTTPStatus.TOO_MANY_REQUESTS:
                         raise
@@ -206,8 +217,8 @@ async def _answered(trial: Callable[[], Awaitable[_T]]) -> _T | None:
                 await asyncio.sleep(_AGAIN_S)
     except TimeoutError:
         if refusal is None:
-            return None
-        raise EngineUnhealthy(f"it is too busy to be tried out: {refusal.own_words}") from refusal
+            raise
+    raise EngineUnhealthy("it is too busy to be asked what it can do: it answers 429") from refusal
 
 
 async def _respects_salt(control: ControlClient, path: str, model: str) -> bool:
@@ -299,15 +310,15 @@ async def discover(control: ControlClient, spec: VllmSpec, known: VllmFacts | No
     out."""
     rank = spec.options.dp_rank
     models, version, sources, metrics, tokenizes, renders, resets, loads, kv_transfer = await asyncio.gather(
-        control.get("/v1/models"),
-        control.read_optional(_Version, "/version"),
-        control.read_optional(dict[str, RankSource], "/kv_event_sources"),
-        look(control, rank),
-        _exists(control, "/tokenize"),
-        _renders(control),
-        _exists(control, "/reset_prefix_cache"),
-        _exists(control, "/v1/load_lora_adapter"),
-        kv_transfer_of(control),
+        _unrefused(partial(control.get, "/v1/models")),
+        _unrefused(partial(control.read_optional, _Version, "/version")),
+        _unrefused(partial(control.read_optional, dict[str, RankSource], "/kv_event_sources")),
+        _unrefused(partial(look, control, rank)),
+        _unrefused(partial(_exists, control, "/tokenize")),
+        _unrefused(partial(_renders, control)),
+        _unrefused(partial(_exists, control, "/reset_prefix_cache")),
+        _unrefused(partial(_exists, control, "/v1/load_lora_adapter")),
+        _unrefused(partial(kv_transfer_of, control)),
     )
     if rank is not None and metrics.ranks and rank not in metrics.ranks:
         raise EngineUnavailable(f"it has no data-parallel rank {rank}: it has {list(metrics.ranks)}")
@@ -354,10 +365,18 @@ def _source(sources: Mapping[str, RankSource], rank: int | None) -> RankSource |
 
 async def _renders(control: ControlClient) -> bool:
     """True if it renders prompts. Without --enable-scale-out the routes exist but refuse everybody."""
-    status = await control.status("POST", "/v1/chat/completions/render", json={})
+    status = await _status(control, "POST", "/v1/chat/completions/render", json={})
     return status not in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
 
 
 async def _exists(control: ControlClient, path: str) -> bool:
     """True if the server has a POST route; asked by GET, so nothing happens."""
-    return await control.status("GET", path) != HTTPStatus.NOT_FOUND
+    return await _status(control, "GET", path) != HTTPStatus.NOT_FOUND
+
+
+async def _status(control: ControlClient, method: str, path: str, *, json: object = None) -> int:
+    """As the client's own `status`; but "too many requests" says nothing of the route, and is raised."""
+    status = await control.status(method, path, json=json)
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        raise EngineRejected("too many requests", status=status)
+    return status

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 
 import msgspec
 from typing_extensions import override
 
 from engine_adapter.body import UNREADABLE, JsonBody, RawFields, decode_object
-from engine_adapter.errors import EngineError, EngineGarbled
+from engine_adapter.errors import EngineError, EngineGarbled, EngineRejected
 from engine_adapter.hold import Handover, Transfer
 from engine_adapter.http.answer_fields import read_answer_usage
 from engine_adapter.http.control import ControlClient
@@ -207,10 +208,13 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 
 
 async def ask(control: ControlClient) -> KvTransfer | None:
-    """What the server says of it; None if it does not say, or says it as older ones do."""
+    """What the server says of it; None if it does not say, or says it as older ones do. Raises EngineRejected
+    for "too many requests"."""
     try:
         told = await control.read(_ServerInfo, "GET", "/server_info?config_format=json", answer_s=_ANSWER_S)
-    except EngineError:
+    except EngineError as error:
+        if isinstance(error, EngineRejected) and error.status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise
         return None
     return told.vllm_config.kv_transfer_config or KvTransfer()
 

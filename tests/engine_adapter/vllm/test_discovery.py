@@ -1,3 +1,4 @@
+from collections import Counter
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from engine_adapter.errors import EngineUnavailable, EngineUnhealthy
 from engine_adapter.events.subscriber import EventEndpoints
 from engine_adapter.http.adapter import ServedModel
 from engine_adapter.http.control import ControlClient
-from engine_adapter.types import Finding
+from engine_adapter.types import Finding, Role
 from engine_adapter.vllm.adapter import findings_of
 from engine_adapter.vllm.discovery import (
     RankSource,
@@ -179,8 +180,34 @@ async def test_what_a_gateway_refuses_of_many_requests_at_once_is_tried_again(re
 async def test_a_gateway_that_lets_no_more_requests_through_says_nothing_of_an_engine(path, monkeypatch):
     monkeypatch.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.7)
     async with behind_gateway({path: 1000}) as control:
-        with pytest.raises(EngineUnhealthy, match="too busy to be tried out: the engine answered 429"):
+        with pytest.raises(EngineUnhealthy, match="too busy to be asked what it can do: it answers 429"):
             await try_out(control, "tiny", VllmMetrics(), {}, Trials())
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_gateways_refusal_says_nothing_of_what_a_server_can_do(times, monkeypatch):
+    """It refuses the first requests of each route that may be missing."""
+    monkeypatch.setattr("engine_adapter.vllm.discovery._AGAIN_S", 0.01)
+    monkeypatch.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.7)
+    config, asked = {"vllm_config": {"kv_transfer_config": {"kv_role": "kv_producer"}}}, Counter()
+
+    async def answer(request):
+        path = request.url.path
+        asked[path] += 1
+        if asked[path] <= times:
+            return JSONResponse({"error": "slow down"}, 429)
+        return JSONResponse(config, 200 if path == "/server_info" else 404)
+
+    others = Route("/{path:path}", answer, methods=["GET", "POST"])
+    app = answering({"data": [{"id": "m"}]}, **{"/version": {}, "/kv_event_sources": {}})
+    with served(Starlette(routes=[*app.routes, others])) as url:
+        if times > 1:
+            with pytest.raises(EngineUnhealthy, match="it answers 429"):
+                await found(url)
+            return
+        facts = await found(url)
+    assert (facts.tokenizes, facts.renders, facts.resets, facts.loads_loras) == (False,) * 4
+    assert facts.kv_transfer.role is Role.PREFILL
 
 
 @pytest.mark.parametrize(
