@@ -166,13 +166,13 @@ async def try_out(
     """Tries what is not known yet, within 3 s.
 
     `metrics` say how its cache is cut, and `headers` send a request to the engine meant. `known` was found of
-    the same process before. Raises EngineUnhealthy if no salt trial was answered, or if one trial had no
-    other answer than "too many requests": an engine must not join before salts are known, because the
-    requests of tenants would go to it unsalted."""
+    the same process before. Raises EngineUnhealthy if no salt trial was answered, or if one had no other
+    answer than "too many requests": an engine must not join before salts are known, because the requests of
+    tenants would go to it unsalted."""
     reports = partial(_reports_cached, control, model, metrics, headers)
     takes_salt, reports_cached = await asyncio.gather(
         _known(known.takes_salt, lambda: _takes_salt(control, model)),
-        _known(known.reports_cached, lambda: _answered(reports)),
+        _known(known.reports_cached, lambda: _answered(reports, is_needed=False)),
     )
     if takes_salt is None:
         raise EngineUnhealthy("it is too busy to show whether it respects cache salts")
@@ -202,8 +202,8 @@ async def _answered(trial: Callable[[], Awaitable[_T]], *, is_needed: bool = Tru
 
 
 async def _unrefused(ask: Callable[[], Awaitable[_T]], within_s: float | None = None) -> _T:
-    """The answer. "Too many requests" is none: it is asked again, for 3 s. Raises EngineUnhealthy if that does
-    not help, and TimeoutError without any answer `within_s`."""
+    """The answer. "Too many requests" is none: it is asked again, for 3 s. Raises EngineUnhealthy if that
+    does not help, and TimeoutError without any answer `within_s`."""
     refusal, ends = None, monotonic() + _PATIENCE_S
     try:
         async with asyncio.timeout(within_s):

@@ -148,14 +148,16 @@ async def test_a_busy_server_that_queues_a_salted_request_does_not_heed_the_salt
 
 @asynccontextmanager
 async def behind_gateway(refuses):
-    """A vLLM that respects salts, behind a gateway. `refuses`: paths, and how many of their first requests
-    the gateway refuses."""
+    """A vLLM that respects salts, behind a gateway. `refuses`: paths, or "unsalted", and how many of their
+    first requests the gateway refuses."""
 
     async def answer(request):
-        if refuses.get(request.url.path):
-            refuses[request.url.path] -= 1
-            return JSONResponse({"error": "slow down"}, 429)
-        if "cache_salt" in await request.json():
+        is_salted = "cache_salt" in await request.json()
+        for kind in (request.url.path, "salted" if is_salted else "unsalted"):
+            if refuses.get(kind):
+                refuses[kind] -= 1
+                return JSONResponse({"error": "slow down"}, 429)
+        if is_salted:
             return JSONResponse({"error": {"message": "wrong", "param": "cache_salt"}}, 400)
         return JSONResponse({"usage": {"prompt_tokens_details": {"cached_tokens": 0}}})
 
@@ -176,12 +178,19 @@ async def test_what_a_gateway_refuses_of_many_requests_at_once_is_tried_again(re
         assert await try_out(control, "tiny", VllmMetrics(), {}, Trials()) == Trials(True, True)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/completions"])
-async def test_a_gateway_that_lets_no_more_requests_through_says_nothing_of_an_engine(path, monkeypatch):
+async def test_a_gateway_that_lets_no_more_requests_through_says_nothing_of_an_engine(monkeypatch):
     monkeypatch.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.7)
-    async with behind_gateway({path: 1000}) as control:
+    async with behind_gateway({"/v1/messages": 1000}) as control:
         with pytest.raises(EngineUnhealthy, match="too busy to be asked what it can do: it answers 429"):
             await try_out(control, "tiny", VllmMetrics(), {}, Trials())
+
+
+async def test_a_gateway_that_refuses_all_completions_but_salted_ones_does_not_keep_an_engine_out(
+    monkeypatch,
+):
+    monkeypatch.setattr("engine_adapter.vllm.discovery._PATIENCE_S", 0.7)
+    async with behind_gateway({"unsalted": 1000}) as control:
+        assert await try_out(control, "tiny", VllmMetrics(), {}, Trials()) == Trials(True, None)
 
 
 @pytest.mark.parametrize("times", [1, 1000])
