@@ -50,7 +50,7 @@ class Renderings:
         key = (
             (pool.model, pool.tokens_per_block),  # known chats have their hashes
             (source, version_of(source or ""), info.rendering, info.template_input, info.renders_alike),
-            (info.vocab_size, info.hidden_size, Capability.TOKENIZE in info.capabilities),
+            (info.vocab_size, info.hidden_size, Capability.TOKENIZE in info.capabilities, info.cuts_prompts),
         )
         before, known = engine.prompts, [each for each in pool.renderings if each.key == key]
         known = [each for each in known if each.is_proven] or known
@@ -190,13 +190,15 @@ def of_tokens(engine: Engine, pool: Pool | None) -> tuple[Finding, ...]:
     return (
         Finding(
             f"it differs from {other}, of the same model, in {differs}: each request is rendered twice",
-            "start them with the same model, chat template and default arguments of it",
+            "start them with the same model, flags, chat template and default arguments of it",
         ),
     )
 
 
 def _change(before: PromptBuilder, after: PromptBuilder) -> str:
     """What differs between two builders, in words."""
+    if before.info.cuts_prompts is not after.info.cuts_prompts:
+        return "whether it cuts long prompts"
     if before.key != after.key:
         return "its model's files or its chat template"
     then, now = before.forms.sources, after.forms.sources

@@ -20,7 +20,7 @@ from engine_adapter.prompt.template_trials import MessageShape
 from proxy.fleet import tokenisation
 from proxy.fleet.engine import EngineState
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.tokenisation import Renderings
+from proxy.fleet.tokenisation import Renderings, of_tokens
 from proxy.prompt import RegisteredTables, audit_tokens
 from proxy.prompt.known_chats import TextAround
 from proxy.runtime import Supervisor
@@ -173,6 +173,22 @@ async def test_two_engines_that_make_different_tokens_get_their_own(world):
     assert (prompt.source, prompt.token_ids) == ("engine", await second.adapter.tokenize(CHAT, ASK))
     (line,) = [line for line in logs if line["event"].startswith("engines of one model make different")]
     assert line["engines"] == ["a", "b"]
+
+
+async def test_an_engine_that_cuts_prompts_since_its_restart_gets_another_builder(world):
+    info = replace(ASKABLE, max_model_len=4)
+    first, second = world.join("a", info), world.join("b", info)
+    await world.load()
+    for engine in (first, second):
+        world.fleet.leave(engine)
+        engine.adapter.info = replace(info, cuts_prompts=True)
+        world.rejoin(engine)
+        await world.settled()
+        assert await engine.prompts.build(CHAT, ASK, salt=None) is None
+        if engine is first:
+            (finding,) = of_tokens(engine, world.fleet.pools["m"])
+            assert "it differs from b, of the same model, in whether it cuts long prompts" in finding.problem
+    assert first.prompts is second.prompts
 
 
 async def test_an_engine_with_other_files_loads_them(world, tmp_path, tokenizer):
