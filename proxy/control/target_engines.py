@@ -89,7 +89,8 @@ class Targets:
         if rendering is None:
             raise NoEngine("prompts cannot be tokenised yet; try again shortly")
         adapter = None if lora is None else pool.identity_of(lora)
-        prompt = await rendering.build(path, body, salt=salt, lora=lora, adapter=adapter)
+        is_whole = not rendering.info.cuts_prompts  # else the engine keeps the beginning of a longer one
+        prompt = await rendering.build(path, body, salt=salt, lora=lora, adapter=adapter, bounded=is_whole)
         if prompt is None and rendering.can_ask:
             raise NoEngine(
                 "no engine tokenised this prefix: none answered in time, or they refused it, or it is more "

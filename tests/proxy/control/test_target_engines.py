@@ -128,6 +128,13 @@ async def test_a_prefix_that_cannot_be_named(world, pair, fields, error, param):
     await check_refused(world, error, param, **fields)
 
 
+async def test_of_a_prefix_that_engines_cut_they_keep_the_beginning(world, pair):
+    whole = await world.targets.prefix_of(Target(token_ids=tokens(100)))
+    builder = world.pool.prompts
+    builder.info, builder._context = replace(builder.info, cuts_prompts=True), lambda: 90
+    assert (await world.targets.prefix_of(Target(token_ids=tokens(100)))).chain == whole.chain
+
+
 async def test_an_engine_that_is_down_has_no_pool(world, pair):
     world.fleet.leave(world.engines["a"])
     with pytest.raises(NoEngine, match="'a' is not connected"):
