@@ -159,6 +159,12 @@ class LlamaServerAdapter(EngineAdapter):
             self._router, self._known = router, None
             if router is not None:
                 router.join(name or "", self.end_session)
+            else:  # a plain server took its place: it has a lock of its own, and saves elsewhere
+                if self._registry is not None and self._found is not None:
+                    self._registry.unsubscribe(self._on_saved)
+                    self._registry = self._found = None
+                self._lock.free()
+                self._lock = ServerLock(self._directory, self.spec.url)
         if router is None:
             if self._pulse.is_sleeping:
                 model = read_models(await self._control.get("/v1/models"))

@@ -12,6 +12,7 @@ import pytest
 
 from engine_adapter import (
     Capability,
+    EngineTaken,
     EngineUnavailable,
     JsonBody,
     KvTarget,
@@ -23,6 +24,7 @@ from engine_adapter import (
 )
 from engine_adapter.llama_server import saved_files
 from engine_adapter.llama_server import session as session_module
+from engine_adapter.llama_server.server_files import ServerLock
 from scripts.make_gguf import gguf_path
 from tests.engine_adapter.llama_server.slot_world import WAIT_S, prompt_of, slot_world
 from tests.engines import engine_spec
@@ -218,18 +220,25 @@ class TestRoutersModel:
                         await client.post("/models/unload", json={"model": "m"})
                     await self.ended(world)
 
+    @pytest.mark.parametrize("is_found", [False, True])
     async def test_a_plain_server_in_the_place_of_its_router_is_met_as_one_and_the_other_way_round(
-        self, tmp_path, models, save_dir, start_llama
+        self, tmp_path, models, save_dir, start_llama, is_found
     ):
-        told, log = {"host_cache_dir": str(save_dir), "model": "m"}, tmp_path / "log"
+        """`is_found`: the router told where it saves, not the settings."""
+        told, log = {"model": "m"} | ({} if is_found else {"host_cache_dir": str(save_dir)}), tmp_path / "log"
         async with AsyncExitStack() as stack:
             with running_llama_router(log, models, save_dir=save_dir) as router:
                 world = await stack.enter_async_context(slot_world(router.url, **told))
                 await world.ask(prompt_of(1), model="m")
                 met = world.adapter._router
+                assert Capability.OFFLOAD in world.adapter._session.capabilities
             plain = start_llama(slots=2, ctx=1024, save_dir=save_dir, port=router.port)
             info = await world.adapter.connect()
             assert (info.models, info.max_model_len) == ({}, 1024)
+            assert (Capability.OFFLOAD in info.capabilities) is not is_found
+            if not is_found:
+                with pytest.raises(EngineTaken):
+                    ServerLock(save_dir, plain.url).take()
             await world.ask(prompt_of(1), model="m")
             assert met._follower is None  # it is not asked any more
             plain.stop()
