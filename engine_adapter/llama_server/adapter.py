@@ -301,7 +301,9 @@ class LlamaServerAdapter(EngineAdapter):
             if is_new and session is not None:
                 is_new = await session.can_be_probed() and self._session is session
                 if is_new:
+                    was_emptied = self._is_emptied
                     await self.end_session(farewell=False)  # requests wait until the next one has begun
+                    self._is_emptied = was_emptied  # a probe takes the content of one slot alone
             is_emptied, self._is_emptied = self._is_emptied, False
             is_new = is_new or self._is_outdated
             return EngineLoad(running=0, waiting=0, counted=False, outdated=is_new, emptied=is_emptied)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 from contextlib import AsyncExitStack
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -134,6 +135,16 @@ class TestLives:
                 assert not await late.adapter.is_loaded()
                 async with late.adapter.hold("/v1/embeddings", JsonBody(b"{}"), None):
                     assert await late.adapter.is_loaded()
+
+    async def test_a_late_probe_takes_one_slot_and_not_all_kv(self, start_llama, save_dir, monkeypatch):
+        """Of a server whose slots are not managed, and which was busy when kvpin connected."""
+        server = start_llama("-kvu", slots=2, save_dir=save_dir)
+        async with slot_world(server.url) as world:
+            monkeypatch.setattr(world.adapter._session, "can_be_probed", AsyncMock(return_value=True))
+            load = await world.adapter.load()
+            assert (load.outdated, load.emptied) == (True, False)
+            await world.adapter.connect()
+            assert not (await world.adapter.load()).emptied
 
 
 class TestWhatItCanDo:
