@@ -116,7 +116,8 @@ class TieredVllmAdapter(VllmAdapter):
             async with asyncio.timeout(_CHECK_S):
                 if before is None or self._doubted or self._flaws:
                     site, flaws = await self._survey()
-                    self._doubted = site is None
+                    # Another one is told until `connect`: the rest of this check may fail, and tell nothing.
+                    self._doubted = site is None or site != before
                     # The text of a problem may repeat an error.
                     return site != before or [f.remedy for f in flaws] != [f.remedy for f in self._flaws]
                 await self._node.check()

@@ -228,6 +228,18 @@ class TestLookup:
         assert not (await adapter.load()).outdated
         assert (await adapter.lookup(TARGET)).cached == 256
 
+    async def test_one_that_comes_back_as_another_is_told_until_it_is_met(self, lmcache, adapter):
+        """The check that finds it may fail for another reason, and then tells nothing."""
+        await adapter.connect()
+        lmcache.coordinator_error = 500
+        assert await adapter.lookup(TARGET) is None
+        lmcache.coordinator_error = None
+        other = {"chunk_size": 128, "coordinator_chunk": 128}
+        lmcache.options = dataclasses.replace(lmcache.options, **other)
+        assert [(await adapter.load()).outdated for _ in range(2)] == [True, True]
+        assert (await adapter.connect()).tokens_per_chunk == 128
+        assert not (await adapter.load()).outdated
+
     async def test_one_that_takes_too_long_is_not_waited_for(self, adapter, monkeypatch):
         await adapter.connect()
         monkeypatch.setattr(tiered, "_LOOKUP_S", 0.0)
