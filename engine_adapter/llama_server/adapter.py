@@ -386,6 +386,8 @@ class LlamaServerAdapter(EngineAdapter):
     def hold(
         self, path: str, body: RequestBody, prompt: KvTarget | None
     ) -> AbstractAsyncContextManager[Hold]:
+        if self._pulse.is_sleeping and ROUTES.get(path) is not READ:  # it wakes it; managed slots tell
+            self._pulse = structs.replace(self._pulse, is_sleeping=False)
         if self._router is not None or (self._session is None and ROUTES.get(path) is not READ):
             return self._hold_in_session(path, body, prompt)
         return hold_request(self._session, path, body, prompt)

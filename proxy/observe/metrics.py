@@ -635,8 +635,8 @@ class Metrics:
         for pool in self.fleet.pools.values():
             for model in (pool.model, *pool.loras):
                 self._count("kvpin_interrupted_streams_total", model, "broken", by=0)
-            for engine in map(self.label, pool.engines):
-                self._count("kvpin_tokenisation_checks_total", pool.model, engine, "different", by=0)
+                for engine in map(self.label, pool.engines):
+                    self._count("kvpin_tokenisation_checks_total", model, engine, "different", by=0)
 
 
 def _refusal(record: RequestRecord) -> str | None:

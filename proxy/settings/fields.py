@@ -117,7 +117,7 @@ def _key(value: SecretStr) -> SecretStr:
     """The key without blanks and line ends at its edges, with which no client can send it."""
     text = _secret(value).get_secret_value().strip()
     if not (text.isascii() and text.isprintable()):
-        raise ValueError("a key must be one line of ASCII")
+        raise ValueError("a key must be one line of ASCII; of another one, give the digest (sha256:…)")
     if text.startswith("sha256:") and not _DIGEST.fullmatch(text):
         raise ValueError("a hashed key must be sha256: and 64 hexadecimal digits")
     return SecretStr(text)

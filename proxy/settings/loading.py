@@ -33,6 +33,7 @@ _MAX_LENGTH = 4096
 _KEY_BYTES = 32
 _ROOT = 0
 # Names of headers that mostly hold one.
+_NAMES = re.compile(r"([\w-]+):")  # of headers in one text
 _OF_KEYS = re.compile("auth|cookie|key|password|secret|token", re.IGNORECASE)
 
 
@@ -107,7 +108,7 @@ def _flags_of_keys(values: Mapping[str, Any]) -> Iterator[str]:
     for name in ("engines", "managed", "discovery"):
         for engine in _entries(values, name):
             headers = engine.get("headers")
-            names = str([*headers] if isinstance(headers, dict) else headers)
+            names = str([*headers] if isinstance(headers, dict) else _NAMES.findall(str(headers)))
             found += [("--engine", engine.get("api_key")), ("--engine", _OF_KEYS.search(names))]
     if isinstance(exchange := values.get("exchange"), dict):
         with suppress(ValueError):  # a variable may have replaced it

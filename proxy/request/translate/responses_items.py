@@ -263,7 +263,8 @@ def hides_parts(item: Json) -> bool:
     """True if an agent's message has a part that cannot be read."""
     match item:
         case {"type": "agent_message", "content": list() as content}:
-            return not all(map(_of_agent, content))
+            hidden = (part for part in content if isinstance(part, dict) and not _of_agent(part))
+            return any(part.get("type") == "encrypted_content" for part in hidden)
         case _:
             return False
 

@@ -118,6 +118,9 @@ class TestLives:
             assert [load.emptied for load in loads if load.emptied] == [True]  # what it held is gone
             assert not await adapter.is_loaded()
             ask = "/v1/completions", JsonBody(b'{"prompt": "x"}')
+            async with adapter.hold(*ask, None):  # it wakes it, and it sleeps again
+                pass
+            assert (await adapter.load()).emptied
             with pytest.raises(ModelNotLoaded):  # it fell asleep in the middle of a check
                 await adapter.tokenize_if_loaded(*ask)
             with pytest.raises(ModelNotLoaded):

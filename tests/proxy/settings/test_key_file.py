@@ -120,7 +120,7 @@ def warnings(config=None, **flags):
         ({"admin_key": "hush" * 8}, ["--admin-key"]),
         ({"engines": (parse_engine_flag("vllm=http://h:1,api_key=hush"),)}, ["--engine"]),
         ({"engines": (parse_engine_flag("vllm=http://h:1,headers=X-Key: hush"),)}, ["--engine"]),
-        ({"engines": (parse_engine_flag("vllm=http://h:1,headers=X-Team: hush"),)}, []),
+        ({"engines": (parse_engine_flag("vllm=http://h:1,headers=X-Team: monkey"),)}, []),
         ({"exchange": {"url": "redis://:hush@h"}, "reuse": True}, ["--exchange"]),
         ({"exchange": {"url": "redis://h"}, "reuse": True}, []),
         ({"api_keys": ({"key": HASHED},), "admin_key": HASHED.replace("0", "1")}, []),

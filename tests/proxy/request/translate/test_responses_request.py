@@ -490,8 +490,10 @@ class TestState:
         searched = {"type": "web_search_call", "id": "ws", "action": {"query": "tides"}}
         made = translation(store=store, input=[searched, {"role": "user", "content": "Well?"}])
         assert made.changed == ("item:web_search_call",)
-        agents = [{"type": "agent_message", "content": [text("a"), part]} for part in (SEALED, TASK)]
-        assert [translation(input=[each]).changed for each in agents] == [("part:encrypted_content",), ()]
+        parts = (SEALED, TASK, text(""), "odd")
+        agents = [{"type": "agent_message", "content": [text("a"), part]} for part in parts]
+        changed = [("part:encrypted_content",), (), (), ()]
+        assert [translation(input=[each]).changed for each in agents] == changed
         response = answered(made, content="High.")
         assert translation(store=store, previous_response_id=response["id"]).changed == ()
 
