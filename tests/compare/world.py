@@ -94,6 +94,9 @@ class World:
         for engine in (await self.told("engines"))["engines"]:
             if engine["state"] not in {"ready", "draining"} or engine["in_flight"]:
                 return f"{engine['id']} is {engine['state']}, {engine['in_flight']} in flight"
+            relearns = engine["trust"] == "approximate" and engine["why"] != "reuse is off"
+            if relearns and engine["id"] in self.batches:
+                return f"{engine['id']} relearns its view: {engine['why']}"
         return await self.unread()
 
     async def unread(self) -> str:
