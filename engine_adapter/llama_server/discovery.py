@@ -14,6 +14,7 @@ import asyncio
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from http import HTTPStatus
@@ -43,6 +44,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # A fixed prompt of different ids, small enough for any vocabulary, and the length of its continuation.
 _PROMPT = tuple(300 + 37 * i % 501 for i in range(24))
 _CONTINUATION = 16
+_FLAGS_SHOW = 8  # tokens of it that tell flags apart: fewer, as a slow server has to answer the probe in time
 
 
 def file_digest(path: Path) -> str:
@@ -61,15 +63,15 @@ def model_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{i:05}-of-{name[2]}.gguf") for i in range(1, int(name[2]) + 1)]
 
 
-async def _continuation(control: ControlClient, slot_id: int) -> tuple[int, ...]:
+async def _continuation(control: ControlClient, slot_id: int, tokens: int = _CONTINUATION) -> tuple[int, ...]:
     """How the model continues the fixed prompt, on a slot whose content is lost. Raises EngineUnavailable."""
     request = {
-        "prompt": _PROMPT, "n_predict": _CONTINUATION, "temperature": 0, "ignore_eos": True,
+        "prompt": _PROMPT, "n_predict": tokens, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
     }  # fmt: skip
     match await control.call("POST", "/completion", json=request):
-        case {"tokens": [int(), *_] as tokens}:
-            return tuple(tokens)
+        case {"tokens": [int(), *_] as said}:
+            return tuple(said)
         case _:
             raise EngineUnavailable("POST /completion: the answer has no 'tokens'")
 
@@ -118,7 +120,7 @@ class ServerFacts:
     has_slots: bool  # `GET /slots` is allowed
     can_save: bool  # it has a `--slot-save-path`
     fingerprint: str  # digest of the model and the LoRA adapters that make its KV
-    continues: tuple[int, ...] = ()  # how a model out of reach continues the fixed prompt; empty if unknown
+    continues: tuple[int, ...] = ()  # how the model continues the fixed prompt; empty if unknown
     adapters: list[Any] = field(default_factory=list)  # its LoRA adapters, with the scale of each
     is_unified: bool | None = None  # all slots share one KV pool (`-kvu`); None while unknown
     ram_cache: bool | None = None  # it keeps prompts in its own cache (`--cache-ram`); None while unknown
@@ -138,11 +140,14 @@ class ServerFacts:
     def key(self) -> str:
         """16 hex digits of the model and its stream layout. Servers with the same key can share saved files.
 
+        Flags change KV, too (RoPE, overridden metadata, control vectors), and no route tells them: how the
+        model continues a fixed prompt does, or else the process, which shares its files with no other.
         A file of a unified pool fits every unified pool. A file of separate streams fits only servers with as
         many slots. So the key is final once `is_unified` is known. KV that may be moved has a key of its own.
         """
         layout = f"{1 if self.is_unified is True else self.slots}{' moved' if self.cache_reuse else ''}"
-        return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout}".encode())
+        flags = self.continues or self.instance
+        return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout} {flags}".encode())
 
     @property
     def identity(self) -> str:
@@ -372,7 +377,8 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
 
     A server that can save leaves `file`, about 50 bytes, in its directory; with None it saves nothing, and
     only its answers tell. A window of fewer than 50 tokens is not found, and beside `--cache-ram` only what a
-    file holds. Takes a few milliseconds on an idle server, plus the prefill of about 220 tokens.
+    file holds. Takes a few milliseconds on an idle server, plus the prefill of about 250 tokens and 8 new
+    ones.
     """
     ram_cache = await _has_ram_cache(control, slot_id)
     caches, is_unified, can_save = None, facts.is_unified, facts.can_save
@@ -397,9 +403,14 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
             has_checkpoints=cut > 0,
             has_window_in_files=caches == _WITH_WINDOW,
         )
+    continues = facts.continues
     if facts.can_save:
+        if not continues:
+            with suppress(EngineUnavailable):  # a server that tells no ids shares its files with no other
+                continues = await _continuation(control, slot_id, _FLAGS_SHOW)
         await slot_io.erase(control, slot_id)
-    return replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save, kind=kind)
+    found = replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save, kind=kind)
+    return replace(found, continues=continues)
 
 
 async def _has_ram_cache(control: ControlClient, slot_id: int) -> bool:

@@ -44,7 +44,7 @@ IDLE_S = 0.1
 POLL_S = 0.25
 _INPUT = replace(USUAL, ascii_space=True)
 _TOO_SLOW = Finding(
-    "it is too slow to be tried out: the probe at connect, some 220 tokens, did not end within "
+    "it is too slow to be tried out: the probe at connect, some 250 tokens, did not end within "
     "health.timeout_s. So predictions are not firm, and salts are refused",
     "raise health.timeout_s",
     (Capability.CACHE_SALT,),
@@ -58,6 +58,7 @@ class Probed(msgspec.Struct, frozen=True):
     is_unified: bool | None
     memory: MemoryKind | None
     has_draft: bool = False
+    continues: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -150,7 +151,7 @@ class ServerSession:
         facts = self.facts
         if facts.ram_cache is None or not (self._has_files or facts.is_unified):
             return None
-        return Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft)
+        return Probed(facts.ram_cache, facts.is_unified, facts.kind, facts.has_draft, facts.continues)
 
     async def is_busy_moving(self) -> bool:
         """True if the same process is saving or restoring a slot, during which it answers few questions."""
@@ -188,7 +189,9 @@ class ServerSession:
 
     async def _try_out_on(self, contents: SlotContents, slot: Slot) -> None:
         contents.mark_unknown(slot, None)
+        continues = self.facts.continues
         await self._probe(slot.id)
+        self.facts = replace(self.facts, continues=continues)  # files keep the key that they have
         await self._learn_memory()
         self._note_probe()
         contents.learn(self.facts)
@@ -201,7 +204,11 @@ class ServerSession:
             states, told = await read_slots(self._control), self.told or self._probes.read()
             if told is not None:  # by an earlier probe: no slot loses its content again
                 self.facts = replace(
-                    self.facts, ram_cache=told.ram_cache, is_unified=told.is_unified, kind=told.memory
+                    self.facts,
+                    ram_cache=told.ram_cache,
+                    is_unified=told.is_unified,
+                    kind=told.memory,
+                    continues=told.continues,
                 )
             elif self._lacks_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))

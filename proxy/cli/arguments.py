@@ -127,7 +127,7 @@ def _token_ids(text: str) -> list[int]:
 
 def _json(text: str, option: str) -> Any:  # noqa: ANN401 - JSON
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         fail(f"{option} is not JSON: {error}")
 

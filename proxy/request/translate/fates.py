@@ -141,7 +141,7 @@ RESPONSE_ITEMS: Rows = {
         "program_output",
         "shell_call", "shell_call_output", "web_search_call",
     ),
-    **_rows(Fate.MOVED, "a message of the user; encrypted parts are left out", "agent_message"),
+    **_rows(Fate.MOVED, "a message of the user; parts that are no text are left out", "agent_message"),
     **_rows(
         Fate.LEFT_OUT, "only the service can read it", "compaction", "context_compaction",
         "image_generation_call",

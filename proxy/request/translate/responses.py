@@ -32,7 +32,7 @@ from proxy.request.translate.responses_items import (
     Messages,
     Output,
     flat_name,
-    hides_parts,
+    hidden_parts,
     listed,
     thought,
 )
@@ -378,7 +378,7 @@ class ResponseTranslation(Translation):
         self.changed = told(
             ("tool", RESPONSE_TOOLS, (tool.own["type"] for tool in tools)),
             ("item", RESPONSE_ITEMS, (str(item.get("type") or "message") for item in items)),
-            ("part", {}, ("encrypted_content" for item in items if hides_parts(item))),
+            ("part", {}, (kind for item in items for kind in hidden_parts(item))),
             ("field", RESPONSE_FIELDS, (name for name in _NOT_OF_A_CHAT if name in body)),
         )
         self._output = Output(self.tools, seals=_SEALED in include)

@@ -251,7 +251,7 @@ def _said(content: str | Sequence[Any], param: str) -> str:
 def _of_agent(part: Any) -> str:  # noqa: ANN401 - JSON
     """What a part of an agent's message says. Codex names even a plain text encrypted."""
     match part:
-        case {"type": "input_text", "text": str(text)}:
+        case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
             return text
         case {"type": "encrypted_content", "encrypted_content": str(text)} if not text.startswith(_ENCRYPTED):
             return text
@@ -259,14 +259,14 @@ def _of_agent(part: Any) -> str:  # noqa: ANN401 - JSON
             return ""
 
 
-def hides_parts(item: Json) -> bool:
-    """True if an agent's message has a part that cannot be read."""
+def hidden_parts(item: Json) -> list[str]:
+    """The types of an agent's message's parts that cannot be read."""
     match item:
         case {"type": "agent_message", "content": list() as content}:
-            hidden = (part for part in content if isinstance(part, dict) and not _of_agent(part))
-            return any(part.get("type") == "encrypted_content" for part in hidden)
+            hidden = [part for part in content if isinstance(part, dict) and not _of_agent(part)]
+            return [str(part.get("type")) for part in hidden if part.get("text") != ""]
         case _:
-            return False
+            return []
 
 
 def thought(item: Json) -> str:

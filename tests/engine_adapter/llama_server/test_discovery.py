@@ -167,6 +167,20 @@ async def test_files_fit_the_same_model_with_the_same_streams(found, save_dir):
     assert len({here, fewer, pool, other}) == 4
 
 
+async def test_flags_that_change_kv_make_another_key(found, save_dir):
+    flags = [
+        (), (), ("--rope-freq-base", "50"), ("--override-kv", "llama.rope.freq_base=float:777"),
+        ("--rope-scaling", "yarn", "--rope-scale", "8", "--yarn-orig-ctx", "512"),
+    ]  # fmt: skip
+    facts = [await found(*each, slots=2, ctx=512, save_dir=save_dir) for each in flags]
+    assert len({each.fingerprint for each in facts}) == 1
+    keys = [each.key for each in facts]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+    # Without a probe, a process shares its files with no other.
+    assert len({replace(each, continues=()).key for each in facts}) == len(flags)
+
+
 async def test_a_model_out_of_reach(start_llama, control_of, tmp_path):
     """The server keeps the file open; here it is gone."""
     prints = set()

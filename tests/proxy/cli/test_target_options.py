@@ -21,7 +21,7 @@ def file(tmp_path):
 
 def test_what_of_a_request_belongs_to_its_prompt(file):
     request = {"messages": MESSAGES, "tools": [], "model": "m", "temperature": 0, "stream": True}
-    body = TargetOptions(messages_file=file(json.dumps(request))).body()
+    body = TargetOptions(messages_file=file("\ufeff" + json.dumps(request))).body()
     assert body == {"messages": MESSAGES, "tools": [], "model": "m"}
 
 

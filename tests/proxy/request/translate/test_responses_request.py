@@ -490,9 +490,9 @@ class TestState:
         searched = {"type": "web_search_call", "id": "ws", "action": {"query": "tides"}}
         made = translation(store=store, input=[searched, {"role": "user", "content": "Well?"}])
         assert made.changed == ("item:web_search_call",)
-        parts = (SEALED, TASK, text(""), "odd")
+        parts = (SEALED, TASK, text(""), "odd", {"type": "input_image", "image_url": "data:"})
         agents = [{"type": "agent_message", "content": [text("a"), part]} for part in parts]
-        changed = [("part:encrypted_content",), (), (), ()]
+        changed = [("part:encrypted_content",), (), (), (), ("part:input_image",)]
         assert [translation(input=[each]).changed for each in agents] == changed
         response = answered(made, content="High.")
         assert translation(store=store, previous_response_id=response["id"]).changed == ()
