@@ -234,12 +234,15 @@ class LlamaServerAdapter(EngineAdapter):
             await self.end_session(farewell=False)
             alike = self._alike(facts)
             latest = self._latest.get(alike) if alike else None
+            told = latest.probed if latest is not None else None
+            if told and latest and not told.continues and latest.facts.instance != facts.instance:
+                told = None  # it was probed late: the key of its files is its own
             session = ServerSession(
                 self._place,
                 self._control,
                 facts,
                 may_try=self.may_try,
-                told=latest.probed if latest is not None else None,
+                told=told,
                 is_too_slow=self._too_slow == facts.identity,
                 rates=self._rates,
             )
@@ -544,7 +547,7 @@ class LlamaServerAdapter(EngineAdapter):
     def _on_saved(self, event: SavedEvent, entry: Saved) -> None:
         """Mirrors a change of the shared registry: this server can restore what another one saved."""
         session = self._session
-        if session is None or session.scheduler is None or entry.key != session.facts.key:
+        if session is None or session.scheduler is None or entry.key != session.facts_now.key:
             return
         if event is SavedEvent.REMOVED:
             self._mirror.drop(entry.name)

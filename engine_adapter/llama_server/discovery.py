@@ -30,6 +30,7 @@ from engine_adapter.http.adapter import read_models
 from engine_adapter.http.control import ControlClient
 from engine_adapter.llama_server import slot_io
 from engine_adapter.llama_server.checkpoints import PLAIN, MemoryKind, MemoryRules
+from engine_adapter.llama_server.server_files import UNKNOWN_OWNER
 from engine_adapter.prompt.gguf_tokenizer import read_metadata
 from engine_adapter.types import Capability, EngineSpec, Finding
 
@@ -42,7 +43,7 @@ _SAMPLES, _SAMPLE = 512, 4096  # evenly between: a tensor of 0.2% of the file is
 _WHOLE = 2 * _ENDS + _SAMPLES * _SAMPLE
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # A fixed prompt of different ids, small enough for any vocabulary, and the length of its continuation.
-_PROMPT = tuple(300 + 37 * i % 501 for i in range(24))
+_PROMPT = tuple(10 + 37 * i % 331 for i in range(24))
 _CONTINUATION = 16
 _FLAGS_SHOW = 8  # tokens of it that tell flags apart: fewer, as a slow server has to answer the probe in time
 
@@ -68,6 +69,7 @@ async def _continuation(control: ControlClient, slot_id: int, tokens: int = _CON
     request = {
         "prompt": _PROMPT, "n_predict": tokens, "temperature": 0, "ignore_eos": True,
         "return_tokens": True, "cache_prompt": False, "id_slot": slot_id,
+        "samplers": ["top_k"], "top_k": 1, "mirostat": 0, "grammar": "",  # the server's defaults do not count
     }  # fmt: skip
     match await control.call("POST", "/completion", json=request):
         case {"tokens": [int(), *_] as said}:
@@ -146,7 +148,7 @@ class ServerFacts:
         many slots. So the key is final once `is_unified` is known. KV that may be moved has a key of its own.
         """
         layout = f"{1 if self.is_unified is True else self.slots}{' moved' if self.cache_reuse else ''}"
-        flags = self.continues or self.instance
+        flags = self.continues[:_FLAGS_SHOW] or self.instance or UNKNOWN_OWNER
         return xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {layout} {flags}".encode())
 
     @property
@@ -406,7 +408,7 @@ async def probe(control: ControlClient, facts: ServerFacts, slot_id: int, *, fil
     continues = facts.continues
     if facts.can_save:
         if not continues:
-            with suppress(EngineUnavailable):  # a server that tells no ids shares its files with no other
+            with suppress(EngineUnavailable, EngineRejected):  # then it shares its files with no other
                 continues = await _continuation(control, slot_id, _FLAGS_SHOW)
         await slot_io.erase(control, slot_id)
     found = replace(facts, ram_cache=ram_cache, is_unified=is_unified, can_save=can_save, kind=kind)

@@ -208,7 +208,7 @@ class ServerSession:
                     ram_cache=told.ram_cache,
                     is_unified=told.is_unified,
                     kind=told.memory,
-                    continues=told.continues,
+                    continues=self.facts.continues or told.continues,
                 )
             elif self._lacks_probe and not any(state.is_processing for state in states):
                 await self._probe(spare_slot(states))
@@ -276,7 +276,7 @@ class ServerSession:
 
     def _note_probe(self) -> None:
         """Spares the next kvpin the probe of this process."""
-        if self._probes is not None and (probed := self.probed) is not None:
+        if self.may_try and self._probes is not None and (probed := self.probed) is not None:
             self._probes.write(probed)
 
     async def _usable(self, registry: SavedPrefixes | None) -> SavedPrefixes | None:

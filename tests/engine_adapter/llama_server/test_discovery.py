@@ -177,6 +177,8 @@ async def test_flags_that_change_kv_make_another_key(found, save_dir):
     keys = [each.key for each in facts]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
+    sampling = ("--repeat-penalty", "2", "--xtc-probability", "0.9", "--dynatemp-range", "0.5")
+    assert (await found(*sampling, slots=2, ctx=512, save_dir=save_dir)).key == keys[0]
     # Without a probe, a process shares its files with no other.
     assert len({replace(each, continues=()).key for each in facts}) == len(flags)
 
