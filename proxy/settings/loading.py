@@ -32,8 +32,8 @@ from proxy.settings.schema import Settings
 _MAX_LENGTH = 4096
 _KEY_BYTES = 32
 _ROOT = 0
-# Names of headers that mostly hold one.
-_NAMES = re.compile(r"([\w-]+):")  # of headers in one text
+_NAMES = re.compile(r"([\w-]+):")  # of headers that are one text
+# Names of headers that mostly hold a key.
 _OF_KEYS = re.compile("auth|cookie|key|password|secret|token", re.IGNORECASE)
 
 

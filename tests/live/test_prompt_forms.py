@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -91,15 +92,20 @@ def test_on_a_llama_server(llama_kvpin, path, fields, request):
     assert seen == tokens
 
 
+@asynccontextmanager
+async def rendering(url):
+    """A server's adapter, a builder whose prompts were compared with the server's, and who makes them."""
+    async with aclosing(make_adapter(engine_spec("llama_server", url, model="tiny"))) as adapter:
+        info = await adapter.connect()
+        builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
+        assert await builder.load(info.tokenizer)
+        yield adapter, builder, (await verify_exactness(builder, adapter)).source
+
+
 async def test_the_ids_are_the_servers(llama_kvpin):
     """What is rendered here, to the token: for most forms nobody but kvpin renders."""
-    adapter = make_adapter(engine_spec("llama_server", llama_kvpin.servers[0].url, model="tiny"))
-    try:
-        builder = PromptBuilder(
-            await adapter.connect(), tables=RegisteredTables(), engines=lambda _: [adapter]
-        )
-        assert await builder.load(builder.info.tokenizer)
-        assert (await verify_exactness(builder, adapter)).source == "local"
+    async with rendering(llama_kvpin.servers[0].url) as (adapter, builder, source):
+        assert source == "local"
         sources = {}
         for name, (path, fields) in REQUESTS.items():
             body = JsonBody(msgspec.json.encode({"model": "tiny", **fields}))
@@ -110,8 +116,6 @@ async def test_the_ids_are_the_servers(llama_kvpin):
                 theirs = None
             assert (None if prompt is None else prompt.token_ids) == theirs, name
             sources[name] = None if prompt is None else prompt.source
-    finally:
-        await adapter.aclose()
     assert sources["tools"] == sources["parallel calls"] == sources["parts"] == "local"
     assert sources["tools with fractions"] == sources["documents"] == "engine"
 
@@ -127,12 +131,7 @@ def adding_server(model, tmp_path):
 
 
 async def test_a_server_adds_special_tokens_whatever_a_completion_says(adding_server):
-    adapter = make_adapter(engine_spec("llama_server", adding_server.url, model="tiny"))
-    try:
-        info = await adapter.connect()
-        builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
-        assert await builder.load(info.tokenizer)
-        await verify_exactness(builder, adapter)
+    async with rendering(adding_server.url) as (_, builder, _):
         for given, source in ((True, "local"), (False, "engine")):
             body = {"model": "tiny", "prompt": "Brest", "add_special_tokens": given, "max_tokens": 1}
             prompt = await builder.build("/v1/completions", JsonBody(msgspec.json.encode(body)), salt=None)
@@ -140,8 +139,6 @@ async def test_a_server_adds_special_tokens_whatever_a_completion_says(adding_se
                 answer = await client.post(f"{adding_server.url}/v1/completions", json=body)
             assert len(prompt.token_ids) == answer.json()["usage"]["prompt_tokens"]
             assert (prompt.token_ids[0], prompt.source) == (0, source)
-    finally:
-        await adapter.aclose()
 
 
 @pytest.fixture
@@ -155,12 +152,7 @@ def trimming_server(tmp_path):
 
 
 async def test_a_server_strips_the_white_space_of_ascii_alone(trimming_server):
-    adapter = make_adapter(engine_spec("llama_server", trimming_server.url, model="tiny"))
-    try:
-        info = await adapter.connect()
-        builder = PromptBuilder(info, tables=RegisteredTables(), engines=lambda _: [adapter])
-        assert await builder.load(info.tokenizer)
-        await verify_exactness(builder, adapter)
+    async with rendering(trimming_server.url) as (adapter, builder, _):
         for space in map(
             chr, (*range(1, 33), 0x85, 0xA0, 0x1680, *range(0x2000, 0x2010), 0x2028, 0x202F, 0x3000)
         ):
@@ -169,5 +161,3 @@ async def test_a_server_strips_the_white_space_of_ascii_alone(trimming_server):
             prompt = await builder.build("/v1/chat/completions", body, salt=None)
             assert prompt.source == "local"
             assert prompt.token_ids == await adapter.tokenize("/v1/chat/completions", body), ascii(space)
-    finally:
-        await adapter.aclose()

@@ -109,6 +109,19 @@ async def test_a_file_of_unknown_size_tells_nothing(control_of, n_written):
         assert (await probe(control_of(url), FACTS, 0, file=FILE)).is_unified is None
 
 
+async def test_a_server_that_refuses_the_fixed_prompt_is_used(control_of):
+    """Its vocabulary is smaller, for example."""
+
+    async def complete(request):
+        is_refused = (await request.json())["n_predict"] > 0
+        return JSONResponse(SAVED, status_code=400 if is_refused else 200)
+
+    slots = Route("/slots/0", lambda _: JSONResponse(SAVED | {"n_written": 40}), methods=["POST"])
+    with served(Starlette(routes=[slots, Route("/completion", complete, methods=["POST"])])) as url:
+        facts = await probe(control_of(url), FACTS, 0, file=FILE)
+    assert (facts.ram_cache is None, facts.continues) == (False, ())
+
+
 @pytest.mark.parametrize(("shape", "flags", "rules", "flag"), [
     ("tiny", (), PLAIN, None),
     ("swa", (), MemoryRules(512, window=128), "--swa-full"),
