@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import httpx
@@ -138,6 +139,22 @@ class TestLives:
                 assert not await late.adapter.is_loaded()
                 async with late.adapter.hold("/v1/embeddings", JsonBody(b"{}"), None):
                     assert await late.adapter.is_loaded()
+
+    async def test_what_a_late_probe_told_is_not_all_that_the_next_process_needs(
+        self, start_llama, save_dir, monkeypatch
+    ):
+        """As in router mode: both have the same file and flags. The files of the first have its own key."""
+        server = start_llama(slots=2, save_dir=save_dir)
+        async with slot_world(server.url, host_cache_dir=str(save_dir)) as world:
+            adapter, late = world.adapter, world.adapter._session
+            key = late.facts.key
+            late.facts = replace(late.facts, continues=(), instance="the first")
+            monkeypatch.setattr(adapter, "_alike", lambda _: ("alike",))
+            adapter._latest = {("alike",): late}
+            await adapter.end_session(farewell=False)
+            await adapter.connect()
+            assert adapter._session is not late
+            assert adapter._session.facts.key == key
 
     async def test_a_late_probe_takes_one_slot_and_not_all_kv(self, start_llama, save_dir, monkeypatch):
         """Of a server whose slots are not managed, and which was busy when kvpin connected."""
